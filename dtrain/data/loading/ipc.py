@@ -79,7 +79,11 @@ class LostBatch:
 def _unpickled(pickled: bytes) -> Batch | LostBatch:
     try:
         return Batch(*pickle.loads(pickled))
-    except (ConnectionError, FileNotFoundError, EOFError) as error:  # the worker passes the descriptor of its memory on request
+    except (
+        ConnectionError,
+        FileNotFoundError,
+        EOFError,
+    ) as error:  # the worker passes the descriptor of its memory on request
         return LostBatch(error)
 
 
@@ -278,7 +282,7 @@ def use_slots(slots: _OfWorker | Slots, worker: int) -> None:
     """Called in worker number ``worker``: its large tensors are sent in slots from now on."""
     global _own_slots, _own_reads
     _own_slots = WorkerSlots(slots.name, slots.busy, worker)
-    _own_reads = memoryview(slots.reads[worker : worker + 1])
+    _own_reads = slots.reads[worker : worker + 1].data
 
 
 def note_of_reads() -> Callable[[int], None] | None:

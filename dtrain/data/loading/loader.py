@@ -157,7 +157,7 @@ class ShardLoader:
             )
         self.num_workers, self.workers_reason = number_of_workers(num_workers, self._micro_batches())
         self._loading = workers.of_data_loader(self.num_workers)
-        self.restarts = WorkerRestarts(workers.max_restarts, lambda number: self.index.keys(np.array([number]))[0])
+        self.restarts = WorkerRestarts(workers.max_restarts, self.index)
         self._stream: WorkerStream | None = None
         # A weak reference, so that an iterator that the caller dropped no longer counts as open.
         self._iterator: weakref.ref[_EpochIterator] | None = None

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from dtrain.data.loading.ipc import shared_memory_is_full
-from dtrain.errors import Explained
+from dtrain.data.order.index import Index
+from dtrain.errors import Explained, printable
 
 logger = logging.getLogger("dtrain")
 #: The reason of a deadly sample in the log of bad samples begins so. A resumed run masks samples with this reason.
@@ -33,21 +37,20 @@ class WorkerRestarts:
 
     Args:
         limit: How many restarts are allowed.
-        key: The key of a sample, by its number.
+        index: The index of the dataset, which names samples; None: samples are not named or masked.
 
     Attributes:
         count: Restarts so far.
         deadly: Number of each deadly sample to the reason for the log.
-        warn: Called with a sentence about each restart.
     """
 
-    def __init__(self, limit: int, key: Callable[[int], str]) -> None:
+    def __init__(self, limit: int, index: Index | None = None) -> None:
         self._limit = limit
-        self._key = key
+        self._index = index
         self._deaths: Counter[int] = Counter()
         self.count = 0
         self.deadly: dict[int, str] = {}
-        self.warn: Callable[[str], None] = logger.warning
+        self._taken = 0
 
     def begin(self, workers: Sequence[Any], reads: Sequence[int]) -> None:
         """Counts and reports a restart; called after a worker has ended.
@@ -62,21 +65,38 @@ class WorkerRestarts:
         ended = explain_ended(workers)
         dead = [number for number, worker in enumerate(workers) if worker.exitcode and worker.exitcode < 0]
         if not dead or self.count == self._limit:
-            before = f" Workers were restarted {self.count} times before (data.max_worker_restarts)." if self.count else ""
+            before = (
+                f" Workers were restarted {self.count} times before (data.max_worker_restarts)." if self.count else ""
+            )
             raise WorkerEnded(f"{ended}{before if dead else ''}")
         self.count += 1
-        said = [ended, f"All loader workers start again (restart {self.count} of data.max_worker_restarts={self._limit})."]
+        said = [
+            ended,
+            f"All loader workers start again (restart {self.count} of data.max_worker_restarts={self._limit}).",
+        ]
         for number in dead:
-            if (sample := reads[number]) >= 0:
-                said.append(self._note(sample, signal.Signals(-workers[number].exitcode).name))
-        self.warn(" ".join(said))
+            if (sample := reads[number]) >= 0 and self._index is not None:
+                key = self._index.keys(np.array([sample]))[0]
+                said.append(self._note(sample, key, signal.Signals(-workers[number].exitcode).name))
+        _warn(" ".join(said))
 
-    def _note(self, sample: int, by: str) -> str:
+    def take_new(self) -> int:
+        """Restarts since the last call."""
+        before, self._taken = self._taken, self.count
+        return self.count - before
+
+    def _note(self, sample: int, key: str, by: str) -> str:
         self._deaths[sample] += 1
         if self._deaths[sample] < _MOST_DEATHS:
-            return f"It was reading sample {self._key(sample)}."
+            return f"It was reading sample {key}."
         self.deadly[sample] = f"{DEADLY}{by} while reading it, twice"
-        return f"Sample {self._key(sample)} was being read, as when another worker was killed: it is masked from now on."
+        return f"Sample {key} was being read, as when another worker was killed: it is masked from now on."
+
+
+def _warn(text: str) -> None:
+    logger.warning(text)
+    if not logger.propagate:  # the log of a run takes its messages
+        sys.stderr.write(f"dtrain: WARNING: {printable(text)}\n")
 
 
 def explain_ended(workers: Sequence[Any]) -> str:

@@ -84,7 +84,7 @@ class WorkerStream:
     ) -> None:
         self._dataset = dataset
         self._loading = loading
-        self._restarts = restarts or WorkerRestarts(0, str)
+        self._restarts = restarts or WorkerRestarts(0)
         self._epoch, self._step = start
         self._micro_batch = 0
         self._steps_of = steps_of
@@ -148,16 +148,15 @@ class WorkerStream:
         while self._slots is not None:
             try:
                 return next_batch(self._iterator)
-            except (WorkerDied, RuntimeError) as error:
+            except (WorkerDied, RuntimeError):
                 if not dead_workers(self._iterator):
                     raise
                 workers: Any = self._iterator._workers  # type: ignore[attr-defined]
-                try:
-                    self._restarts.begin(workers, self._slots.reads.tolist())
-                except WorkerEnded as ended:
-                    raise ended from error
+                self._restarts.begin(workers, self._slots.reads.tolist())
             self._end_workers()
-            self._start(self._dataset.from_micro_batch(self._epoch, self._step, self._micro_batch, self._restarts.deadly))
+            self._start(
+                self._dataset.from_micro_batch(self._epoch, self._step, self._micro_batch, self._restarts.deadly)
+            )
         return next(self._iterator)
 
     def close(self) -> None:

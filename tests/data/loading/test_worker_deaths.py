@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +18,13 @@ import pytest
 import torch
 
 from dtrain.data import Batch, Limits, Mixture, ShardLoader, WorkerOptions
-from dtrain.data.loading import worker_processes
 from dtrain.data.loading.stream import Stream, StreamLoader
 from dtrain.data.loading.worker_deaths import WorkerEnded, WorkerRestarts, explain_ended
+from dtrain.data.mixing import Mix
+from dtrain.data.sources.datasets import SampleIndex
 from tests.refusals import assert_refused, refused
-from tests.shards import IMAGE, LABEL, read_epoch, valid_keys, write_numbered
+from tests.shards import IMAGE, LABEL, jpeg, write_numbered, write_tar
+from tests.whole_runs import metrics, train_on
 
 NO_LIMIT = Limits(max_bad=None, max_bad_consecutive=None)
 MANY = 1000
@@ -67,7 +70,7 @@ def batches(loader: ShardLoader, epochs: int, before: Callable[[int], None] = la
     found: list[Batch] = []
     for epoch in range(epochs):
         iterator = loader.epoch(epoch)
-        for step in range(loader.steps_per_epoch):
+        for _ in range(loader.steps_left):
             for _ in range(loader.micro_batches_per_step):
                 before(len(found))
                 found.append(next(iterator))
@@ -101,3 +104,363 @@ def test_workers_that_are_killed_at_random_change_no_bit(shards: list[str], num_
     assert 1 <= loader.restarts.count <= 4
     assert not loader.restarts.deadly
     loader.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_the_start_method_does_not_matter(shards: list[str], start_method: str) -> None:
+    loader = make(shards, start_method)
+
+    def kill(number: int) -> None:
+        if number == 5:
+            os.kill(pids(loader)[1], signal.SIGKILL)
+
+    assert_equal(batches(loader, 1, kill), batches(make(shards, num_workers=0), 1))
+    assert loader.restarts.count == 1
+    loader.close()
+
+
+def test_batches_whose_worker_is_gone_before_they_are_received_are_built_again(shards: list[str]) -> None:
+    loader = make(shards, start_method="fork")
+
+    def kill(number: int) -> None:
+        if number == 0:
+            time.sleep(0.5)  # both workers have sent all that they may build ahead
+            for pid in pids(loader):
+                os.kill(pid, signal.SIGKILL)
+
+    assert_equal(batches(loader, 1, kill), batches(make(shards, num_workers=0), 1))
+    assert loader.restarts.count == 1
+    loader.close()
+
+
+def test_locks_that_a_dead_worker_holds_do_not_matter(shards: list[str]) -> None:
+    loader = make(shards, start_method="fork")
+
+    def kill(number: int) -> None:
+        if number == 4:
+            torchs: Any = loader._stream._iterator  # type: ignore[union-attr]
+            assert torchs._worker_result_queue._wlock.acquire(timeout=5)  # nobody releases them any more
+            assert torchs._workers_done_event._cond.acquire(timeout=5)
+            os.kill(pids(loader)[0], signal.SIGKILL)
+
+    assert_equal(batches(loader, 1, kill), batches(make(shards, num_workers=0), 1))
+    assert loader.restarts.count == 1
+    loader.close()
+
+
+def test_an_incomplete_message_of_a_dead_worker_is_not_waited_for(shards: list[str]) -> None:
+    loader = make(shards, start_method="fork", num_workers=1)
+
+    def kill(number: int) -> None:
+        if number == 4:
+            time.sleep(0.3)
+            torchs: Any = loader._stream._iterator  # type: ignore[union-attr]
+            for pid in pids(loader):
+                os.kill(pid, signal.SIGKILL)
+            os.write(torchs._worker_result_queue._writer.fileno(), b"\0\1\0\0" + b"the beginning of 64 KiB")
+
+    assert_equal(batches(loader, 1, kill), batches(make(shards, num_workers=0), 1))
+    loader.close()
+
+
+@pytest.mark.parametrize("message", [b"", b"\0\1\0\0beginning"])
+@pytest.mark.parametrize("holds_lock", [False, True])
+def test_workers_die_while_a_thread_page_locks_batches(
+    shards: list[str], monkeypatch: pytest.MonkeyPatch, message: bytes, holds_lock: bool
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda *_: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
+    monkeypatch.setattr(Batch, "pin_memory", lambda self, device=None: self)
+    monkeypatch.setattr("threading.excepthook", lambda told: None)
+    loader = make(shards, start_method="fork")
+    loader._loading["pin_memory"] = True
+    threads: list[Any] = []
+
+    def kill(number: int) -> None:
+        if number == 4:
+            torchs: Any = loader._stream._iterator  # type: ignore[union-attr]
+            threads.append(torchs._pin_memory_thread)
+            time.sleep(0.3)
+            if holds_lock:
+                assert torchs._worker_result_queue._wlock.acquire(timeout=5)
+            for pid in pids(loader):
+                os.kill(pid, signal.SIGKILL)
+            if message:
+                os.write(torchs._worker_result_queue._writer.fileno(), message)
+
+    assert_equal(batches(loader, 1, kill), batches(make(shards, num_workers=0), 1))
+    assert loader.restarts.count == 1
+    assert not any(thread.is_alive() for thread in threads)
+    loader.close()
+
+
+def test_restarts_leave_no_descriptor_open(shards: list[str]) -> None:
+    loader = make(shards, start_method="fork", augment=None)
+
+    def kill(number: int) -> None:
+        if number % 6 == 1:
+            os.kill(pids(loader)[0], signal.SIGKILL)
+
+    batches(loader, 1, kill)
+    loader.close()
+    before = len(os.listdir("/proc/self/fd"))
+    batches(loader, 3, kill)
+    loader.close()
+    assert len(os.listdir("/proc/self/fd")) <= before
+
+
+def test_a_resumed_epoch_with_a_different_batch_size_continues_where_a_worker_died(shards: list[str]) -> None:
+    before = make(shards, num_workers=0, global_batch_size=12)
+    iterator = before.epoch(1)
+    for _ in range(before.micro_batches_per_step):
+        next(iterator)
+    before.commit()
+
+    def rest(loader: ShardLoader, kill: bool) -> list[Batch]:
+        loader.load_state_dict(before.state_dict())
+        found = []
+        for number, batch in enumerate(loader.epoch(1)):
+            found.append(batch)
+            if kill and number in (2, 5):
+                os.kill(pids(loader)[number % 2], signal.SIGSEGV)
+        loader.close()
+        return found
+
+    loader = make(shards, start_method="fork")
+    assert_equal(rest(loader, True), rest(make(shards, num_workers=0), False))
+    assert loader.restarts.count
+
+
+# -- samples that kill workers
+
+
+def segfault(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    if sample["label"] == 20:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return enlarged(sample, rng)
+
+
+class Segfaulting:
+    """A dataset that crashes the process that reads sample 20."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        if number == 20 and multiprocessing.parent_process() is not None:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        return {"x": np.full(3, number, np.float32), "n": number}
+
+
+def with_bad(folder: Path, number: int) -> list[str]:
+    """The same shards, in which an image cannot be decoded."""
+    paths, first = [], 0
+    for shard, count in enumerate(COUNTS):
+        members = [
+            (f"sample{n:05d}", {"jpg": b"bad" if n == number else jpeg(n), "cls": str(n).encode()})
+            for n in range(first, first + count)
+        ]
+        paths.append(write_tar(folder / f"shard-{shard:03d}.tar", members))
+        first += count
+    return paths
+
+
+def test_a_sample_that_kills_two_workers_is_masked_as_if_it_were_bad(
+    shards: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    loader = make(shards, start_method="fork", augment=segfault, max_restarts=3)
+    with caplog.at_level(logging.WARNING, "dtrain"):
+        ours = batches(loader, 2)
+    loader.close()
+    key = "shard-002.tar/sample00020"
+    assert_equal(ours, batches(make(with_bad(tmp_path, 20), num_workers=0), 2))
+    first, second = caplog.messages
+    assert_refused(
+        first, "loader worker ", "SIGSEGV", "PYTHONFAULTHANDLER", "restart 1", "data.max_worker_restarts=3", key
+    )
+    assert_refused(second, key, "restart 2", "masked")
+    assert loader.restarts.count == 2
+    bad = [record for batch in ours for record in batch.bad]
+    assert [(record["key"], record["epoch"]) for record in bad] == [(key, 0), (key, 1)]
+    assert {record["reason"] for record in bad} == {"a loader worker was killed by SIGSEGV while reading it, twice"}
+    assert loader.bad_samples == 2
+
+
+def test_a_resumed_loader_masks_it_with_any_ranks_and_workers(shards: list[str], tmp_path: Path) -> None:
+    reason = "a loader worker was killed by SIGSEGV while reading it, twice"
+    oracle = batches(make(with_bad(tmp_path, 20), num_workers=0, rank=1, world_size=2), 1)
+    key = "shard-002.tar/sample00020"
+    ranks = [make(shards, num_workers=n, augment=segfault if n else enlarged, rank=1, world_size=2) for n in (0, 2)]
+    for loader in ranks:
+        loader.mask({key: reason, "no such sample": reason})
+        assert_equal(batches(loader, 1), oracle)
+        assert not loader.restarts.count
+        loader.close()
+
+
+def test_a_map_style_dataset_that_kills_workers_loses_that_sample() -> None:
+    fields = {"x": {"name": "x", "role": "feature"}, "n": {"name": "n"}}
+    options: dict[str, Any] = {"global_batch_size": 8, "seed": 3, "limits": NO_LIMIT}
+    workers = WorkerOptions(start_method="fork")
+    loader = ShardLoader.over(Segfaulting(), fields, num_workers=2, workers=workers, **options)
+    plain = ShardLoader.over(Segfaulting(), fields, num_workers=0, **options)
+    plain.mask({"Segfaulting/20": "bad"})
+    assert_equal(batches(loader, 2), batches(plain, 2))
+    assert loader.restarts.count == 2
+    loader.close()
+
+
+def test_a_sample_of_a_mixture_is_named_with_its_source(shards: list[str], tmp_path: Path) -> None:
+    def mixture(of: list[str], **options: Any) -> list[Batch]:
+        sources = Mixture({"a": of[0], "b": of[2]}, {"a": 1, "b": 2})
+        loader = make(sources, start_method="fork", **options)  # type: ignore[arg-type]
+        found = batches(loader, 2)
+        counts.append(loader.restarts.count)
+        loader.close()
+        return found
+
+    counts: list[int] = []
+    ours = mixture(shards, augment=segfault)
+    assert_equal(ours, mixture(with_bad(tmp_path, 20), num_workers=0))
+    assert counts == [2, 0]
+    assert {record["key"] for batch in ours for record in batch.bad} == {"b/shard-002.tar/sample00020"}
+
+
+def test_a_partner_of_mixup_that_kills_workers_is_masked_too(shards: list[str], tmp_path: Path) -> None:
+    loader = make(shards, start_method="fork", augment=segfault, mix=Mix(48, mixup_alpha=0.4))
+    plain = make(with_bad(tmp_path, 20), num_workers=0, mix=Mix(48, mixup_alpha=0.4))
+    assert_equal(batches(loader, 2), batches(plain, 2))
+    assert loader.restarts.count == 2
+    loader.close()
+
+
+# -- the end of the restarts
+
+
+@pytest.mark.parametrize("limit", [0, 2])
+def test_more_deaths_than_allowed_end_the_loader(shards: list[str], limit: int) -> None:
+    loader = make(shards, start_method="fork", max_restarts=limit)
+    names = ["data.max_worker_restarts", f"{limit} times"] if limit else []
+    iterator = iter(loader)
+    for _ in range(limit):
+        next(iterator)
+        os.kill(pids(loader)[0], signal.SIGKILL)
+        while loader.restarts.count == _:
+            next(iterator)
+    (killed, _) = pids(loader)
+    os.kill(killed, signal.SIGKILL)
+    with refused(WorkerEnded, f"loader worker 0 (process {killed})", "SIGKILL", "memory", "data.num_workers", *names):
+        while True:
+            next(iterator)
+
+
+def test_a_worker_that_exits_ends_the_loader(shards: list[str]) -> None:
+    loader = make(shards, start_method="fork", augment=leaving)
+    with refused(WorkerEnded, "loader worker", "exit code 3", "output is above"):
+        list(loader)
+    assert not loader.restarts.count
+
+
+def leaving(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    os._exit(3)
+
+
+class Numbers(torch.utils.data.IterableDataset[dict[str, int]]):
+    def __iter__(self) -> Iterator[dict[str, int]]:
+        for number in range(64):
+            if number == 40:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield {"n": number}
+
+
+def test_a_stream_cannot_be_read_again_so_the_death_of_its_worker_ends_it() -> None:
+    workers = WorkerOptions(start_method="fork")
+    options: dict[str, Any] = {"global_batch_size": 4, "shuffle": "none", "num_workers": 2, "workers": workers}
+    loader = StreamLoader(Stream(Numbers(), 64), {"n": {"name": "n", "role": "id"}}, **options)
+    with refused(WorkerEnded, "loader worker", "SIGKILL", "memory"):
+        list(loader)
+
+
+def test_a_negative_limit_is_refused() -> None:
+    with refused(ValueError, "data.max_worker_restarts", "-1", "0 or more"):
+        WorkerOptions(max_restarts=-1)
+
+
+def test_several_workers_that_end_at_once_are_one_restart(caplog: pytest.LogCaptureFixture) -> None:
+    restarts = WorkerRestarts(1, SampleIndex("set", 10))
+    ended = [SimpleNamespace(pid=7, exitcode=-signal.SIGKILL), SimpleNamespace(pid=8, exitcode=-signal.SIGKILL)]
+    with caplog.at_level(logging.WARNING, "dtrain"):
+        restarts.begin(ended, [5, -1])
+    (told,) = caplog.messages
+    assert (restarts.count, restarts.take_new(), restarts.take_new()) == (1, 1, 0)
+    assert_refused(told, "process 7", "sample set/5", "restart 1")
+    with refused(WorkerEnded, "process 7", "1 times"):
+        restarts.begin(ended, [5, -1])
+
+
+def test_a_worker_that_ended_is_explained_by_its_signal_or_code() -> None:
+    ended = {
+        -signal.SIGBUS: ("SIGBUS", "/dev/shm"),
+        -signal.SIGSEGV: ("SIGSEGV", "PYTHONFAULTHANDLER"),
+        3: ("code 3", ""),
+    }
+    for code, (got, remedy) in ended.items():
+        workers = [SimpleNamespace(pid=7, exitcode=None), SimpleNamespace(pid=8, exitcode=code)]
+        assert_refused(explain_ended(workers), "loader worker 1 (process 8)", got, remedy)
+    assert explain_ended([SimpleNamespace(pid=7, exitcode=None)]) == ""
+
+
+# -- whole runs
+
+
+def killed_once(sample: dict[str, Any], rng: np.random.Generator, folder: str) -> dict[str, Any]:
+    """Kills the first worker of each rank that augments after the first 60 samples."""
+    global _augmented
+    _augmented += 1
+    parent = multiprocessing.parent_process()
+    if parent is not None and _augmented > 60:
+        with suppress(FileExistsError):
+            (Path(folder) / f"killed-{os.getppid()}").touch(exist_ok=False)
+            os.kill(os.getpid(), signal.SIGKILL)
+    return sample
+
+
+_augmented = 0
+
+
+def segfault_at(sample: dict[str, Any], rng: np.random.Generator, pixels: float) -> dict[str, Any]:
+    """Crashes at the sample whose pixels have this sum."""
+    if float(sample["image"].sum()) == pixels and multiprocessing.parent_process() is not None:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return sample
+
+
+def augment(name: str, **arguments: Any) -> str:
+    given = "".join(f", {key}: {value}" for key, value in arguments.items())
+    return f"data.augment={{_target_: {__name__}.{name}, _partial_: true{given}}}"
+
+
+SHORT = (
+    "train.max_steps=12",
+    "train.eval_every=0",
+    "checkpoint.every_steps=4",
+    "data.start_method=fork",
+    "data.prefetch=1",
+)
+
+
+@pytest.mark.usefixtures("digits")
+def test_a_run_whose_workers_are_killed_has_the_losses_of_one_without_workers(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train_on(2, tmp_path / "plain", *SHORT)
+    train_on(2, tmp_path / "killed", *SHORT, "data.num_workers=2", augment("killed_once", folder=tmp_path))
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "plain")
+    assert metrics(tmp_path / "killed", "data/worker_restarts")[-1] == len(list(tmp_path.glob("killed-*"))) == 2
+    shown = capfd.readouterr().err
+    assert_refused(shown, "dtrain: WARNING: loader worker", "SIGKILL", "restart 1 of data.max_worker_restarts=3")
+    for rank in range(2):
+        assert "was killed by SIGKILL" in (tmp_path / "killed" / "logs" / f"rank-{rank:05d}.log").read_text()
