@@ -24,7 +24,7 @@ from dtrain.data.fields.decode import values_and_mask
 from dtrain.data.fields.field import DataError, SampleError
 from dtrain.data.loading.batch import Batch, Rows, Transfer
 from dtrain.data.loading.field_buffer import FieldBuffer
-from dtrain.data.loading.ipc import SharedMemoryFull, note_of_reads
+from dtrain.data.loading.ipc import SharedMemoryFull, own_reads
 from dtrain.data.mixing import Mix, Mixer
 from dtrain.data.order.randomness import Randomness, hash64
 from dtrain.data.sources.source import Source
@@ -76,10 +76,9 @@ class Collator:
         # With an augmentation, samples differ from the rows of the columns.
         self._columns = None if self._draws else self._reader.columns()
         self._randomness = Randomness()
-        note = note_of_reads()
-        self._note = note if note is None or not first else lambda sample: note(first + sample)
-        self._note_none = None if note is None else functools.partial(note, -1)
-        if self._note is not None:
+        self._first = first
+        self._reads = own_reads()
+        if self._reads is not None:
             self._reader.tell(self._note)
 
     def build(
@@ -101,6 +100,8 @@ class Collator:
             ShardChanged: If a shard changed after it was indexed.
             DataError: If the values of samples do not fit each other or the transfer dtype, or all spare samples are bad.
         """
+        if self._reads is not None:
+            self._reads[0] = epoch
         rows = len(samples)
         mixtures = None if self._mixer is None or partners is None else self._mixer.plan(epoch, samples, partners)
         if mixtures is not None:
@@ -116,8 +117,7 @@ class Collator:
                 buffer.repeat(repeated, masked)
             if mixtures is not None:
                 mixtures.repeat(repeated, masked)
-        if self._note_none is not None:
-            self._note_none()
+        self._note_none()
         data = {buffer.field.name: buffer.data() for buffer in buffers}
         if mixtures is not None:
             data = mixtures.mixed(data, Rows(read, self._index).keys)
@@ -176,18 +176,25 @@ class Collator:
             else:
                 for buffer, raw in zip(buffers, raws, strict=True):
                     left.update(buffer.write(self._noted(block, samples), raw))
-            if self._note_none is not None:  # the next block may be of any samples
-                self._note_none()
+            self._note_none()  # the next block may be of any samples
         return [row for row in rows if row in left] if left else []
+
+    def _note(self, sample: int) -> None:
+        """Notes which sample is read now, for the case that this ends the worker."""
+        if self._reads is not None:
+            self._reads[1] = self._first + sample
+
+    def _note_none(self) -> None:
+        if self._reads is not None:
+            self._reads[1] = -1
 
     def _noted(self, rows: Sequence[int], samples: np.ndarray) -> Iterable[int]:
         """The rows; in a worker, the sample of each is noted before it is used."""
-        return rows if self._note is None else self._noting(self._note, rows, samples)
+        return rows if self._reads is None else self._noting(rows, samples)
 
-    @staticmethod
-    def _noting(note: Callable[[int], None], rows: Sequence[int], samples: np.ndarray) -> Iterator[int]:
+    def _noting(self, rows: Sequence[int], samples: np.ndarray) -> Iterator[int]:
         for row, sample in zip(rows, samples[rows].tolist(), strict=True):
-            note(sample)
+            self._note(sample)
             yield row
 
     def _fill(
@@ -231,8 +238,7 @@ class Collator:
             Exception: Any error of an augmentation, a decoder or a dataset. These errors do not know the sample, so a note
                 names it.
         """
-        if self._note is not None:
-            self._note(sample)
+        self._note(sample)
         try:
             raw = self._reader.fetch(epoch, sample)
             if self._draws:

@@ -133,8 +133,8 @@ class Slots:
 
     Attributes:
         busy: Which slots are in use, uint8, shape ``[workers, MAX_SLOTS]``.
-        reads: Number of the sample that each worker reads, or was reading when it ended, int64, shape ``[workers]``; -1 between
-            samples.
+        reads: What each worker reads, or was reading when it ended, int64, shape ``[workers, 2]``: epoch (of the source), and
+            number of the sample, -1 between samples.
 
     Raises:
         SharedMemoryFull: If there is no space for one byte per slot.
@@ -144,7 +144,7 @@ class Slots:
         self.name = uuid.uuid4().hex
         with _full_memory_named():
             self._shared = torch.zeros(workers, MAX_SLOTS, dtype=torch.uint8).share_memory_()
-            self._reads = torch.full((workers,), -1, dtype=torch.int64).share_memory_()
+            self._reads = torch.full((workers, 2), -1, dtype=torch.int64).share_memory_()
         self.busy, self.reads = self._shared.numpy(), self._reads.numpy()
         self._memory: dict[tuple[int, int], np.ndarray] = {}
         self._leases: dict[tuple[int, int], Callable[[], np.ndarray | None]] = {}
@@ -282,12 +282,12 @@ def use_slots(slots: _OfWorker | Slots, worker: int) -> None:
     """Called in worker number ``worker``: its large tensors are sent in slots from now on."""
     global _own_slots, _own_reads
     _own_slots = WorkerSlots(slots.name, slots.busy, worker)
-    _own_reads = slots.reads[worker : worker + 1].data
+    _own_reads = slots.reads[worker].data
 
 
-def note_of_reads() -> Callable[[int], None] | None:
-    """In a worker: a function that notes the number of the sample that is read now, -1 for none. None in other processes."""
-    return None if _own_reads is None else functools.partial(_own_reads.__setitem__, 0)
+def own_reads() -> memoryview | None:
+    """In a worker: its row of ``Slots.reads``, in which it notes what it reads. None in other processes."""
+    return _own_reads
 
 
 # -- shared memory

@@ -3,7 +3,8 @@
 * A worker *dies* if a signal ends it: SIGKILL when the memory of the machine is exhausted, SIGSEGV when a decoder crashes.
 * Workers are stateless, so all workers of the stream start again at the first micro-batch that was not delivered, and the
   batches are the same bit for bit. Batches that the trainer has received stay valid.
-* A sample that was being read at two deaths is *deadly*: from then on it is masked, as a bad sample.
+* A sample that was being read at two deaths is *deadly*: from then on it is masked, as a bad sample. Both are in one epoch: a
+  sample that could be read after the first one is not suspected any more.
 * A loader restarts its workers ``limit`` times at most: a machine without enough memory would kill them for ever.
 """
 
@@ -47,17 +48,17 @@ class WorkerRestarts:
     def __init__(self, limit: int, index: Index | None = None) -> None:
         self._limit = limit
         self._index = index
-        self._deaths: Counter[int] = Counter()
+        self._deaths: Counter[tuple[int, int]] = Counter()  # of an epoch and a sample
         self.count = 0
         self.deadly: dict[int, str] = {}
         self._taken = 0
 
-    def begin(self, workers: Sequence[Any], reads: Sequence[int]) -> None:
+    def begin(self, workers: Sequence[Any], reads: Sequence[tuple[int, int]]) -> None:
         """Counts and reports a restart; called after a worker has ended.
 
         Args:
             workers: The processes of the stream.
-            reads: Number of the sample that each of them was reading; -1 for none.
+            reads: Epoch and number of the sample that each of them was reading; -1 for none.
 
         Raises:
             WorkerEnded: If a worker ended with an exit code, or no more restarts are allowed.
@@ -75,9 +76,8 @@ class WorkerRestarts:
             f"All loader workers start again (restart {self.count} of data.max_worker_restarts={self._limit}).",
         ]
         for number in dead:
-            if (sample := reads[number]) >= 0 and self._index is not None:
-                key = self._index.keys(np.array([sample]))[0]
-                said.append(self._note(sample, key, signal.Signals(-workers[number].exitcode).name))
+            if reads[number][1] >= 0 and self._index is not None:
+                said.append(self._note(*reads[number], signal.Signals(-workers[number].exitcode).name, self._index))
         _warn(" ".join(said))
 
     def take_new(self) -> int:
@@ -85,9 +85,10 @@ class WorkerRestarts:
         before, self._taken = self._taken, self.count
         return self.count - before
 
-    def _note(self, sample: int, key: str, by: str) -> str:
-        self._deaths[sample] += 1
-        if self._deaths[sample] < _MOST_DEATHS:
+    def _note(self, epoch: int, sample: int, by: str, index: Index) -> str:
+        key = index.keys(np.array([sample]))[0]
+        self._deaths[epoch, sample] += 1
+        if self._deaths[epoch, sample] < _MOST_DEATHS:
             return f"It was reading sample {key}."
         self.deadly[sample] = f"{DEADLY}{by} while reading it, twice"
         return f"Sample {key} was being read, as when another worker was killed: it is masked from now on."

@@ -152,7 +152,7 @@ class WorkerStream:
                 if not dead_workers(self._iterator):
                     raise
                 workers: Any = self._iterator._workers  # type: ignore[attr-defined]
-                self._restarts.begin(workers, self._slots.reads.tolist())
+                self._restarts.begin(workers, [(epoch, sample) for epoch, sample in self._slots.reads.tolist()])
             self._end_workers()
             self._start(
                 self._dataset.from_micro_batch(self._epoch, self._step, self._micro_batch, self._restarts.deadly)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import io
+import json
 import logging
 import multiprocessing
 import os
 import signal
+import tarfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from dtrain.data import Batch, Limits, Mixture, ShardLoader, WorkerOptions
 from dtrain.data.loading.stream import Stream, StreamLoader
@@ -28,7 +33,6 @@ from tests.whole_runs import metrics, train_on
 
 NO_LIMIT = Limits(max_bad=None, max_bad_consecutive=None)
 MANY = 1000
-#: Three epochs of this have 36 micro-batches with images of 32 KiB to 64 KiB rows: large enough for shared memory.
 COUNTS = (17, 1, 30)
 FIELDS = {**IMAGE, **LABEL}
 
@@ -93,7 +97,8 @@ def test_workers_that_are_killed_at_random_change_no_bit(shards: list[str], num_
     expected = batches(make(shards, num_workers=0), 3)
     rng = np.random.default_rng(num_workers)
     loader = make(shards, num_workers=num_workers, start_method="fork")
-    kills = set(rng.choice(len(expected), 4, replace=False).tolist())
+    apart = 2 * num_workers + 1  # of two kills, the second would else often hit the sample of the first
+    kills = set(rng.choice(np.arange(0, len(expected), apart), 4, replace=False).tolist())
 
     def kill(number: int) -> None:
         if number in kills:
@@ -393,12 +398,12 @@ def test_several_workers_that_end_at_once_are_one_restart(caplog: pytest.LogCapt
     restarts = WorkerRestarts(1, SampleIndex("set", 10))
     ended = [SimpleNamespace(pid=7, exitcode=-signal.SIGKILL), SimpleNamespace(pid=8, exitcode=-signal.SIGKILL)]
     with caplog.at_level(logging.WARNING, "dtrain"):
-        restarts.begin(ended, [5, -1])
+        restarts.begin(ended, [(0, 5), (0, -1)])
     (told,) = caplog.messages
     assert (restarts.count, restarts.take_new(), restarts.take_new()) == (1, 1, 0)
     assert_refused(told, "process 7", "sample set/5", "restart 1")
     with refused(WorkerEnded, "process 7", "1 times"):
-        restarts.begin(ended, [5, -1])
+        restarts.begin(ended, [(0, 5), (0, -1)])
 
 
 def test_a_worker_that_ended_is_explained_by_its_signal_or_code() -> None:
@@ -464,3 +469,63 @@ def test_a_run_whose_workers_are_killed_has_the_losses_of_one_without_workers(
     assert_refused(shown, "dtrain: WARNING: loader worker", "SIGKILL", "restart 1 of data.max_worker_restarts=3")
     for rank in range(2):
         assert "was killed by SIGKILL" in (tmp_path / "killed" / "logs" / f"rank-{rank:05d}.log").read_text()
+
+
+def a_sample_of(digits: Path, keys: list[str]) -> tuple[str, int]:
+    """One of these samples, whose pixels have a sum as no others, and this sum."""
+    sums = {}
+    for path in sorted(digits.glob("train-*.tar")):
+        with tarfile.open(path) as tar:
+            for member in tar:
+                if member.name.endswith(".png"):
+                    picture = Image.open(io.BytesIO(tar.extractfile(member).read())).convert("RGB")  # type: ignore[union-attr]
+                    sums[f"{path.name}/{member.name.removesuffix('.png')}"] = int(np.array(picture).sum())
+    same = Counter(sums.values())
+    return next((key, sums[key]) for key in keys if same[sums[key]] == 1)
+
+
+@pytest.mark.slow
+def test_a_sample_that_kills_two_workers_is_masked_for_the_rest_of_the_run_on_any_ranks(
+    digits: Path, tmp_path: Path
+) -> None:
+    ending, longer = ("train.max_steps=6", "checkpoint.every_steps=4"), ("train.max_steps=46", "data.start_method=fork")
+    train_on(1, tmp_path / "plain", *ending, "data.record_keys=true", "train.eval_every=0")
+    steps = [json.loads(line) for line in (tmp_path / "plain/logs/keys-rank-00000.jsonl").read_text().splitlines()]
+    key, pixels = a_sample_of(digits, steps[4]["keys"])
+    (tmp_path / "listed.txt").write_text(key)
+
+    deadly = ("train.eval_every=0", "data.num_workers=2", augment("segfault_at", pixels=pixels))
+    excluded = ("train.eval_every=0", f"data.exclude={tmp_path / 'listed.txt'}", augment("segfault_at", pixels=-1))
+    for name, options in (("deadly", deadly), ("excluded", excluded)):
+        train_on(1, tmp_path / name, *ending, "data.start_method=fork", *options)
+        train_on(2, tmp_path / name, *longer, *options)
+    assert metrics(tmp_path / "deadly") == metrics(tmp_path / "excluded")
+    assert metrics(tmp_path / "deadly", "data/bad_samples")[-1] == 2
+    assert metrics(tmp_path / "deadly", "data/worker_restarts")[-1] == 2  # all of them in the first start
+    lines = [path.read_text() for path in (tmp_path / "deadly" / "logs").glob("bad-rank-*.jsonl")]
+    records = [json.loads(line) for line in "".join(lines).splitlines()]
+    assert sorted((record["step"] > 5, record["epoch"], record["key"]) for record in records) == [
+        (False, 0, key),
+        (True, 1, key),
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_fifty_kills_at_random_moments_change_no_bit(shards: list[str], num_workers: int) -> None:
+    epochs, rng = 15 * num_workers, np.random.default_rng(num_workers)
+    loader = make(shards, num_workers=num_workers, start_method="fork")
+    apart = 2 * num_workers + 1
+
+    def kill(number: int) -> None:
+        if number % apart == 0 and number // apart < 50:
+            time.sleep(rng.uniform(0, 0.02))
+            os.kill(int(rng.choice(pids(loader))), rng.choice([signal.SIGKILL, signal.SIGSEGV]))
+
+    found = batches(loader, epochs, kill)
+    loader.close()
+    assert len(found) > 50 * apart
+    assert_equal(found, batches(make(shards, num_workers=0), epochs))
+    # The death of a worker whose batches were all sent may be noticed only with the next one.
+    assert 25 < loader.restarts.count <= 50
+    print(f"{num_workers} workers: {loader.restarts.count} restarts")
