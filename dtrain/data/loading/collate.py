@@ -190,12 +190,7 @@ class Collator:
 
     def _noted(self, rows: Sequence[int], samples: np.ndarray) -> Iterable[int]:
         """The rows; in a worker, the sample of each is noted before it is used."""
-        return rows if self._reads is None else self._noting(rows, samples)
-
-    def _noting(self, rows: Sequence[int], samples: np.ndarray) -> Iterator[int]:
-        for row, sample in zip(rows, samples[rows].tolist(), strict=True):
-            self._note(sample)
-            yield row
+        return rows if self._reads is None else _noting(self._reads, rows, self._first + samples[rows])
 
     def _fill(
         self,
@@ -307,6 +302,12 @@ class Collator:
 
     def _key(self, sample: int) -> str:
         return self._index.keys(np.array([sample]))[0]
+
+
+def _noting(reads: memoryview, rows: Sequence[int], samples: np.ndarray) -> Iterator[int]:
+    for row, sample in zip(rows, samples.tolist(), strict=True):
+        reads[1] = sample
+        yield row
 
 
 def _take_all(buffers: Sequence[FieldBuffer], columns: Sequence[np.ndarray | Tensor], samples: np.ndarray) -> bool:

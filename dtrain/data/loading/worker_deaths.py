@@ -21,7 +21,7 @@ import numpy as np
 
 from dtrain.data.loading.ipc import shared_memory_is_full
 from dtrain.data.order.index import Index
-from dtrain.errors import Explained, printable
+from dtrain.errors import Explained, printable, without_secrets_in
 
 logger = logging.getLogger("dtrain")
 #: The reason of a deadly sample in the log of bad samples begins so. A resumed run masks samples with this reason.
@@ -65,19 +65,25 @@ class WorkerRestarts:
         """
         ended = explain_ended(workers)
         dead = [number for number, worker in enumerate(workers) if worker.exitcode and worker.exitcode < 0]
+        read = {number: reads[number] for number in dead if reads[number][1] >= 0}
+        keys = (
+            [] if self._index is None else self._index.keys(np.array([sample for _, sample in read.values()], np.int64))
+        )
+        said = [ended, *(f"It was reading sample {key}." for key in keys)]
         if not dead or self.count == self._limit:
-            before = (
-                f" Workers were restarted {self.count} times before (data.max_worker_restarts)." if self.count else ""
-            )
-            raise WorkerEnded(f"{ended}{before if dead else ''}")
+            if dead and self.count:
+                said.append(f"Workers were restarted {self.count} times before (data.max_worker_restarts).")
+            raise WorkerEnded(" ".join(said))
         self.count += 1
-        said = [
-            ended,
-            f"All loader workers start again (restart {self.count} of data.max_worker_restarts={self._limit}).",
-        ]
-        for number in dead:
-            if reads[number][1] >= 0 and self._index is not None:
-                said.append(self._note(*reads[number], signal.Signals(-workers[number].exitcode).name, self._index))
+        for number, (epoch, sample) in read.items():
+            self._deaths[epoch, sample] += 1
+            if self._deaths[epoch, sample] == _MOST_DEATHS and self._index is not None:
+                by = signal.Signals(-workers[number].exitcode).name
+                self.deadly[sample] = f"{DEADLY}{by} while reading it, twice"
+                said.append(
+                    "It is the second one that reads this sample, which is masked from now on, as a bad sample."
+                )
+        said.append(f"All loader workers start again (restart {self.count} of data.max_worker_restarts={self._limit}).")
         _warn(" ".join(said))
 
     def take_new(self) -> int:
@@ -85,19 +91,11 @@ class WorkerRestarts:
         before, self._taken = self._taken, self.count
         return self.count - before
 
-    def _note(self, epoch: int, sample: int, by: str, index: Index) -> str:
-        key = index.keys(np.array([sample]))[0]
-        self._deaths[epoch, sample] += 1
-        if self._deaths[epoch, sample] < _MOST_DEATHS:
-            return f"It was reading sample {key}."
-        self.deadly[sample] = f"{DEADLY}{by} while reading it, twice"
-        return f"Sample {key} was being read, as when another worker was killed: it is masked from now on."
-
 
 def _warn(text: str) -> None:
     logger.warning(text)
     if not logger.propagate:  # the log of a run takes its messages
-        sys.stderr.write(f"dtrain: WARNING: {printable(text)}\n")
+        sys.stderr.write(f"dtrain: WARNING: {printable(without_secrets_in(text))}\n")
 
 
 def explain_ended(workers: Sequence[Any]) -> str:
