@@ -161,7 +161,7 @@ class WorkerStream:
 
     def close(self) -> None:
         """Ends the workers."""
-        self._iterator = None
+        self._iterator = self._slots = None
         self._end_workers()
 
 
