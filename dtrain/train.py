@@ -12,6 +12,7 @@ from __future__ import annotations
 from dtrain import command_line
 from dtrain.config import compose
 from dtrain.config.schema import Config
+from dtrain.data.loading.sample_log import read_deadly
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
 from dtrain.distributed.hang import HangWatch
 from dtrain.distributed.lock import run_lock
@@ -80,6 +81,7 @@ def train_on_ranks(cfg: Config, spec: RunSpec, failure: FailureRecord, recovery:
         # -- restore: everything or nothing
         start = recovery.restore(run) or restore(run, earlier)
         run.totals.add_restart(earlier.status)
+        run.train_loader.mask(read_deadly(spec.dir / "logs"))
         end = earlier.last_step(run)
         if cfg.train.micro_batch_size == AUTO:
             warnings = [*warnings, *choose_micro_batch(run)]

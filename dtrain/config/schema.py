@@ -149,6 +149,7 @@ class DataConfig:
     record_keys: bool = False  # write the sample keys of each step to logs/keys-rank-*.jsonl
     start_method: str | None = None  # of the workers: fork | forkserver | spawn; null: Python's default
     prefetch: int = 2  # micro-batches that a worker builds ahead
+    max_worker_restarts: int = 3  # times that a rank restarts its workers after one was killed; 0: the run ends
     transfer: str = "auto"  # dtype of features from worker to device: auto: the compute dtype | fp32
     on_overflow: str = "error"  # a feature outside of fp16's range: error | clamp | fp32
 

@@ -31,8 +31,8 @@ from dtrain.errors import ConfigError
 from dtrain.precision.spike import HostSpikeRule, SpikeOptions, SpikeRule
 
 # The payload: overflow, scale, squared scale, squared norm, loss sum, count; (sum, count) of each metric; stop, save,
-# samples, bad samples, bytes.
-_HEAD, _HOST = 6, 5
+# samples, bad samples, bytes, restarts of workers.
+_HEAD, _HOST = 6, 6
 
 
 def payload_bytes(metrics: int) -> int:
@@ -74,6 +74,7 @@ class StepStats:
         samples: Number of valid samples.
         bad: Number of samples that were masked because they could not be read.
         bytes: Bytes of the batches that the loaders of all ranks delivered.
+        worker_restarts: How many times ranks restarted their loader workers.
         spike: Whether the gradient norm is a spike (``train.spike``).
         skipped_spike: Whether the step is skipped for that.
     """
@@ -89,6 +90,7 @@ class StepStats:
     samples: int
     bad: int
     bytes: float
+    worker_restarts: int = 0
     spike: bool = False
     skipped_spike: bool = False
 
@@ -115,7 +117,7 @@ def step_stats(payload: Sequence[float], world_size: int, metrics: Sequence[str]
         ConfigError: If the ranks have different loss scales.
     """
     overflow, scale, scale_squared, square, loss_sum, count = payload[:_HEAD]
-    stop, save, samples, bad, nbytes = payload[-_HOST:]
+    stop, save, samples, bad, nbytes, restarts = payload[-_HOST:]
     if not equal_scales(world_size, scale, scale_squared):
         raise ConfigError(
             f"the loss scales of the {world_size} ranks differ (mean {scale / world_size:g}). "
@@ -134,6 +136,7 @@ def step_stats(payload: Sequence[float], world_size: int, metrics: Sequence[str]
         samples=int(samples),
         bad=int(bad),
         bytes=nbytes,
+        worker_restarts=int(restarts),
     )
 
 
@@ -264,6 +267,7 @@ class Vote:
         samples: int,
         bad: int,
         nbytes: int,
+        worker_restarts: int = 0,
     ) -> None:
         """Collective. Sums the payloads of all ranks and begins the next accumulation window.
 
@@ -277,8 +281,9 @@ class Vote:
             samples: Valid samples of this rank's window.
             bad: Samples of that window that could not be read.
             nbytes: Bytes of the batches that the loader delivered for it.
+            worker_restarts: How many times it restarted its workers.
         """
-        self._sum_over_ranks(overflow, norms, scale, (stop, save, samples, bad, nbytes))
+        self._sum_over_ranks(overflow, norms, scale, (stop, save, samples, bad, nbytes, worker_restarts))
 
     def _sum_over_ranks(
         self, overflow: Tensor, norms: Mapping[int, Tensor], scale: Tensor, host_values: tuple[int, ...]

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dtrain.config.schema import Config
 from dtrain.data import Batch
-from dtrain.data.loading.as_recorded import mask_as_recorded
+from dtrain.data.loading.masked_source import as_recorded
 from dtrain.distributed.collectives import broadcast_buffers, from_rank0, on_all_ranks
 from dtrain.distributed.hang import HangWatch
 from dtrain.distributed.stop import StopRequests
@@ -126,7 +126,7 @@ def recompute(
         _restore(state, run, part.after)
     else:
         restore(state, EarlierStarts())
-    mask_as_recorded(state.train_loader, run.masked())
+    state.train_loader.source = as_recorded(state.train_loader.source, run.masked())
 
     from_rank0(lambda: (folder / "run" / "logs").mkdir(parents=True, exist_ok=True))
     logger = _VoteLog(state, part, {step: len(keys) for step, keys in run.bad_samples().items()}, on_step)

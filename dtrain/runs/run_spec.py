@@ -40,7 +40,8 @@ WITHOUT_EFFECT_ON_THE_RESULT = (
     *("launch", "tracker", "profile", "export", "vars"),
     *("train.log_every", "checkpoint.every_steps", "checkpoint.every_minutes"),
     *("checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.only_trained"),
-    *("data.num_workers", "data.prefetch", "data.start_method", "data.storage", "data.cache", "data.record_keys"),
+    *("data.num_workers", "data.prefetch", "data.start_method", "data.max_worker_restarts"),
+    *("data.storage", "data.cache", "data.record_keys"),
     *("parallel.timeout_start", "parallel.timeout_step"),
 )
 CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"

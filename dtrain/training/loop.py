@@ -203,7 +203,8 @@ class Loop:
         self._settle()
         with self._warn_on_host_sync(), self._not_to_be_saved():
             # Requests are part of the vote, because all ranks must act on them at the same step.
-            step.apply(stop=self._stop.reason is not None, save=self._checkpoints.is_due())
+            restarts = run.train_loader.restarts.take_new()
+            step.apply(stop=self._stop.reason is not None, save=self._checkpoints.is_due(), worker_restarts=restarts)
             epoch_ended = self._commit()
         if self._profiler is not None:
             self._profiler.after(step.step)

@@ -368,12 +368,13 @@ class TrainStep:
             raise TooManySkips(self._skip_report(stats))
         return outcome
 
-    def apply(self, *, stop: bool = False, save: bool = False) -> None:
+    def apply(self, *, stop: bool = False, save: bool = False, worker_restarts: int = 0) -> None:
         """Collective. Votes, then updates the parameters or skips the step.
 
         Args:
             stop: Whether this rank requests a stop.
             save: Whether this rank requests a checkpoint.
+            worker_restarts: How many times this rank has restarted its loader workers since the last step.
 
         Raises:
             RuntimeError: If the previous step is not settled, or no window was accumulated.
@@ -410,6 +411,7 @@ class TrainStep:
                 samples=counts.samples,
                 bad=counts.bad,
                 nbytes=counts.nbytes,
+                worker_restarts=worker_restarts,
             )
         skip, overflowed, coefficient, skipped_spike = self._vote.decide(self._scale, self._nominal, self._clip_norm)
 

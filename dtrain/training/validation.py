@@ -205,7 +205,7 @@ def _check_data(cfg: Config, found: _Problems) -> None:
         elif data.lanes is not None and data.lanes < 1:
             raise ConfigError(f"data.lanes: got {data.lanes}, want at least 1, or null.")
     with found.under("data.prefetch"):
-        WorkerOptions(data.prefetch, data.start_method)
+        WorkerOptions(data.prefetch, data.start_method, max_restarts=data.max_worker_restarts)
     with found.under("data.num_workers"):
         if data.num_workers != "auto":  # which would measure
             number_of_workers(data.num_workers, [])

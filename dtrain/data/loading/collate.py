@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from dtrain.data.fields.decode import values_and_mask
 from dtrain.data.fields.field import DataError, SampleError
 from dtrain.data.loading.batch import Batch, Rows, Transfer
 from dtrain.data.loading.field_buffer import FieldBuffer
-from dtrain.data.loading.ipc import SharedMemoryFull
+from dtrain.data.loading.ipc import SharedMemoryFull, own_reads
 from dtrain.data.loading.sample import CropOf, SampleBuilder
 from dtrain.data.mixing import Mix, Mixer
 from dtrain.data.order.randomness import Randomness, hash64
@@ -39,12 +39,26 @@ SPARE = 100
 class Collator:
     """Builds micro-batches in one worker; a crop at the start of the augmentation is done while the image is decoded.
 
+    Args:
+        source: Where samples come from.
+        transfer: The transfer dtypes.
+        augment: The augmentation.
+        seed: Seed of the augmentation and of mixing.
+        mix: Mixup and cutmix.
+        first: Number of the source's first sample in the whole dataset, for the note of which sample a worker reads.
+
     Raises:
         ValueError: If the augmentation starts with a crop of a field that is not an image.
     """
 
     def __init__(
-        self, source: Source, transfer: Transfer, augment: Augment | None, seed: int, mix: Mix | None = None
+        self,
+        source: Source,
+        transfer: Transfer,
+        augment: Augment | None,
+        seed: int,
+        mix: Mix | None = None,
+        first: int = 0,
     ) -> None:
         self._fields = source.fields
         self._transfer = transfer
@@ -57,6 +71,10 @@ class Collator:
         # With an augmentation, samples differ from the rows of the columns.
         self._columns = None if self._whole else self._reader.columns()
         self._randomness = Randomness()
+        self._first = first
+        self._reads = own_reads()
+        if self._reads is not None:
+            self._reader.tell(self._note)
 
     def build(
         self,
@@ -77,6 +95,8 @@ class Collator:
             ShardChanged: If a shard changed after it was indexed.
             DataError: If the values of samples do not fit each other or the transfer dtype, or all spare samples are bad.
         """
+        if self._reads is not None:
+            self._reads[0] = epoch
         rows = len(samples)
         mixtures = None if self._mixer is None or partners is None else self._mixer.plan(epoch, samples, partners)
         if mixtures is not None:
@@ -92,6 +112,7 @@ class Collator:
                 buffer.repeat(repeated, masked)
             if mixtures is not None:
                 mixtures.repeat(repeated, masked)
+        self._note_none()
         data = {buffer.field.name: buffer.data() for buffer in buffers}
         if mixtures is not None:
             data = mixtures.mixed(data, Rows(read, self._index).keys)
@@ -146,11 +167,25 @@ class Collator:
             block = [rows[position] for position in positions]
             left.difference_update(block)
             if self._whole:
-                left.update(self._augment_all(buffers, block, draws[block].tolist(), raws))
+                left.update(self._augment_all(buffers, self._noted(block, samples), draws[block].tolist(), raws))
             else:
                 for buffer, raw in zip(buffers, raws, strict=True):
-                    left.update(buffer.write(block, raw))
+                    left.update(buffer.write(self._noted(block, samples), raw))
+            self._note_none()  # the next block may be of any samples
         return [row for row in rows if row in left] if left else []
+
+    def _note(self, sample: int) -> None:
+        """Notes which sample is read now, for the case that this ends the worker."""
+        if self._reads is not None:
+            self._reads[1] = self._first + sample
+
+    def _note_none(self) -> None:
+        if self._reads is not None:
+            self._reads[1] = -1
+
+    def _noted(self, rows: Sequence[int], samples: np.ndarray) -> Iterable[int]:
+        """The rows; in a worker, the sample of each is noted before it is used."""
+        return rows if self._reads is None else _noting(self._reads, rows, self._first + samples[rows])
 
     def _fill(
         self,
@@ -174,7 +209,7 @@ class Collator:
         return read, bad
 
     def _augment_all(
-        self, buffers: Sequence[FieldBuffer], rows: Sequence[int], draws: Sequence[int], raws: Sequence[Sequence[Any]]
+        self, buffers: Sequence[FieldBuffer], rows: Iterable[int], draws: Sequence[int], raws: Sequence[Sequence[Any]]
     ) -> list[int]:
         """The fast path with an augmentation; returns the rows that raised an exception."""
         failed = []
@@ -193,6 +228,7 @@ class Collator:
             Exception: Any error of an augmentation, a decoder or a dataset. These errors do not know the sample, so a note
                 names it.
         """
+        self._note(sample)
         try:
             raw = self._reader.fetch(epoch, sample)
             if self._whole:
@@ -256,6 +292,12 @@ class Collator:
 
     def _key(self, sample: int) -> str:
         return self._index.keys(np.array([sample]))[0]
+
+
+def _noting(reads: memoryview, rows: Sequence[int], samples: np.ndarray) -> Iterator[int]:
+    for row, sample in zip(rows, samples.tolist(), strict=True):
+        reads[1] = sample
+        yield row
 
 
 def _take_all(buffers: Sequence[FieldBuffer], columns: Sequence[np.ndarray | Tensor], samples: np.ndarray) -> bool:

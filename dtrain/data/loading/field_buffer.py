@@ -10,7 +10,7 @@ for single samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -75,7 +75,7 @@ class FieldBuffer:
         out = np.empty(self._shape, np.uint8) if self._shape and self.field.role == "image" else None
         return self._decode(self.field, raw, out, crop, at)
 
-    def write(self, rows: Sequence[int], raws: Sequence[Any]) -> list[int]:
+    def write(self, rows: Iterable[int], raws: Sequence[Any]) -> list[int]:
         """Decodes and puts many rows; returns those that raised an exception, which ``decode`` and ``put`` raise again."""
         field = self.field
         if self._decode is decode_member and field.kind == "image" and field.crop is None and not field.exif:
@@ -84,7 +84,7 @@ class FieldBuffer:
             return self._write_integers(rows, raws)
         return self._write_each(rows, raws)
 
-    def _write_each(self, rows: Sequence[int], raws: Sequence[Any]) -> list[int]:
+    def _write_each(self, rows: Iterable[int], raws: Sequence[Any]) -> list[int]:
         return [row for row, raw in zip(rows, raws, strict=True) if not self._write(row, raw)]
 
     def _write(self, row: int, raw: Any) -> bool:
@@ -94,7 +94,7 @@ class FieldBuffer:
             return False
         return True
 
-    def _write_jpegs(self, rows: Sequence[int], payloads: Sequence[bytes | memoryview]) -> list[int]:
+    def _write_jpegs(self, rows: Iterable[int], payloads: Sequence[bytes | memoryview]) -> list[int]:
         failed, decode_jpeg, array, shape = [], simplejpeg.decode_jpeg, self._array, self._shape
         for row, payload in zip(rows, payloads, strict=True):
             if array is not None:
@@ -109,7 +109,7 @@ class FieldBuffer:
             array, shape = self._array, self._shape
         return failed
 
-    def _write_integers(self, rows: Sequence[int], payloads: Sequence[bytes | memoryview]) -> list[int]:
+    def _write_integers(self, rows: Iterable[int], payloads: Sequence[bytes | memoryview]) -> list[int]:
         failed, objects = [], self._objects
         for row, payload in zip(rows, payloads, strict=True):
             if objects is not None:

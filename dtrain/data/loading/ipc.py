@@ -6,6 +6,7 @@
 * A slot is *busy* from the moment its tensor is sent until the trainer has dropped the last tensor in its memory. So a batch
   that is kept does not change. A worker never waits for a slot: it creates a new one.
 * With ``MAX_SLOTS`` of them, all busy, it sends the tensor inline or as a *file*: in its own shared memory, as torch does.
+* A worker also notes in shared memory which sample it *reads*, so that the trainer knows it if the worker dies.
 """
 
 from __future__ import annotations
@@ -64,8 +65,26 @@ class IpcBatch:
         return _unpickled, (self._pickled,)
 
 
-def _unpickled(pickled: bytes) -> Batch:
-    return Batch(*pickle.loads(pickled))
+class LostBatch:
+    """A batch whose shared memory cannot be opened, because its worker ended before the trainer had received it."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def pin_memory(self) -> LostBatch:
+        """Itself; torch's thread calls it."""
+        return self
+
+
+def _unpickled(pickled: bytes) -> Batch | LostBatch:
+    try:
+        return Batch(*pickle.loads(pickled))
+    except (
+        ConnectionError,
+        FileNotFoundError,
+        EOFError,
+    ) as error:  # the worker passes the descriptor of its memory on request
+        return LostBatch(error)
 
 
 def _not_picklable(columns: Mapping[str, Any], error: Exception) -> DataError:
@@ -112,6 +131,11 @@ class Slots:
     Args:
         workers: Number of workers.
 
+    Attributes:
+        busy: Which slots are in use, uint8, shape ``[workers, MAX_SLOTS]``.
+        reads: What each worker reads, or was reading when it ended, int64, shape ``[workers, 2]``: epoch (of the source), and
+            number of the sample, -1 between samples.
+
     Raises:
         SharedMemoryFull: If there is no space for one byte per slot.
     """
@@ -120,13 +144,14 @@ class Slots:
         self.name = uuid.uuid4().hex
         with _full_memory_named():
             self._shared = torch.zeros(workers, MAX_SLOTS, dtype=torch.uint8).share_memory_()
-        self.busy = self._shared.numpy()
+            self._reads = torch.full((workers, 2), -1, dtype=torch.int64).share_memory_()
+        self.busy, self.reads = self._shared.numpy(), self._reads.numpy()
         self._memory: dict[tuple[int, int], np.ndarray] = {}
         self._leases: dict[tuple[int, int], Callable[[], np.ndarray | None]] = {}
         _of_streams[self.name] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _OfWorker, (self.name, self._shared)
+        return _OfWorker, (self.name, self._shared, self._reads)
 
     def tensor(self, worker: int, slot: int, new: torch.UntypedStorage | None, *layout: Any) -> Tensor:
         """A tensor in a slot, which is free again when this tensor and all others in the same memory are dropped.
@@ -162,9 +187,10 @@ def _from_slot(name: str, *arguments: Any) -> Tensor:
 class _OfWorker:
     """What a worker process gets of ``Slots``."""
 
-    def __init__(self, name: str, busy: Tensor) -> None:
+    def __init__(self, name: str, busy: Tensor, reads: Tensor) -> None:
         self.name = name
         self.busy = busy.numpy()
+        self.reads = reads.numpy()
 
 
 class _Slot:
@@ -249,12 +275,19 @@ class _InSlot:
 
 
 _own_slots: WorkerSlots | None = None
+_own_reads: memoryview | None = None
 
 
 def use_slots(slots: _OfWorker | Slots, worker: int) -> None:
     """Called in worker number ``worker``: its large tensors are sent in slots from now on."""
-    global _own_slots
+    global _own_slots, _own_reads
     _own_slots = WorkerSlots(slots.name, slots.busy, worker)
+    _own_reads = slots.reads[worker].data
+
+
+def own_reads() -> memoryview | None:
+    """In a worker: its row of ``Slots.reads``, in which it notes what it reads. None in other processes."""
+    return _own_reads
 
 
 # -- shared memory

@@ -25,6 +25,7 @@ from dtrain.data.augment import Augment
 from dtrain.data.fields.parse import parse_fields
 from dtrain.data.loading.batch import Batch, Transfer, TransferOptions
 from dtrain.data.loading.sample_log import BadSampleBudget, Limits
+from dtrain.data.loading.worker_deaths import WorkerRestarts
 from dtrain.data.loading.workers import MicroBatches, RankShare, WorkerOptions, WorkerStream, number_of_workers
 from dtrain.data.mixing import Mix
 from dtrain.data.order.epoch_order import DEFAULT_WINDOW, Layout, Recipe, choose_lanes
@@ -69,7 +70,7 @@ class ShardLoader:
         mix: Mixup and cutmix, applied after ``augment``; labels become probabilities.
         limits: How many bad samples this rank may receive before the loader raises; by default 1 %.
         transfer: How values travel to the device: fp16 overflow, memory format, features in fp32.
-        workers: How the workers run: prefetching, start method, page-locked memory.
+        workers: How the workers run: prefetching, start method, page-locked memory, restarts.
         policy: Which shards are read through the node cache, and its size. None: URLs and network file systems.
         bad_shards: What happens to damaged shards. None: they are refused.
 
@@ -81,6 +82,7 @@ class ShardLoader:
         num_workers: Number of worker processes.
         excluded: Description of the samples that ``exclude`` masks; "" without any.
         workers_reason: The reason for this number if it was ``"auto"``, else empty.
+        restarts: Restarts of workers that died.
 
     Raises:
         ValueError: If sizes do not fit, a pattern matches nothing, a field or a role is unknown.
@@ -159,6 +161,7 @@ class ShardLoader:
             )
         self.num_workers, self.workers_reason = number_of_workers(num_workers, self._micro_batches())
         self._loading = workers.of_data_loader(self.num_workers)
+        self.restarts = WorkerRestarts(workers.max_restarts, self.index)
         self._stream: WorkerStream | None = None
         # A weak reference, so that an iterator that the caller dropped no longer counts as open.
         self._iterator: weakref.ref[_EpochIterator] | None = None
@@ -353,6 +356,16 @@ class ShardLoader:
         self._excluded, self.excluded = found, describe(keys)
         self._end_stream()
 
+    def mask(self, reasons: Mapping[str, str]) -> None:
+        """Masks samples as bad from now on, such as those that killed workers before the run was resumed.
+
+        Args:
+            reasons: Key of each sample to the reason for the log of bad samples. Keys that the data do not have are ignored.
+        """
+        for key, reason in reasons.items():
+            self.restarts.deadly |= dict.fromkeys(self.index.find(key).tolist(), reason)
+        self._end_stream()
+
     def segment(self) -> dict[str, Any]:
         """From which the order of all samples after the committed position follows, with the data; JSON values.
 
@@ -410,7 +423,9 @@ class ShardLoader:
     def _open_stream(self) -> WorkerStream:
         position = self._position
         start, counted = (position.epoch, position.step), copy(position)  # the position of the loader advances
-        return WorkerStream(self._micro_batches(), self._loading, start, counted.steps_of, self.micro_batches_per_step)
+        dataset = self._micro_batches().from_micro_batch(*start, 0, self.restarts.deadly)
+        steps = self.micro_batches_per_step
+        return WorkerStream(dataset, self._loading, start, counted.steps_of, steps, self.restarts)
 
     def _end_stream(self) -> None:
         if self._stream is not None:

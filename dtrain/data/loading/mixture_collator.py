@@ -33,8 +33,10 @@ def collator_of(
     """What builds the micro-batches of a source in one worker; the arguments are the same as for ``Collator``."""
     if not isinstance(source, MixtureSource):
         return Collator(source, transfer, augment, seed, mix)
-    of_each = zip(source.names, source.sources, source.seeds(seed), strict=True)
-    collators = [Collator(one, transfer, source.augment.get(name, augment), own, mix) for name, one, own in of_each]
+    of_each = zip(source.names, source.sources, source.seeds(seed), source.index.first_samples.tolist(), strict=False)
+    collators = [
+        Collator(one, transfer, source.augment.get(name, augment), own, mix, first) for name, one, own, first in of_each
+    ]
     return MixtureCollator(source, collators)
 
 

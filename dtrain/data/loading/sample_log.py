@@ -18,9 +18,11 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
+from dtrain.data.loading.worker_deaths import DEADLY
 from dtrain.data.shards.bad_shards import share_and_count
 from dtrain.errors import Explained
 from dtrain.files import cut_lines, open_to_append
+from dtrain.runs.run_dir import bounded_lines, plain_files
 
 logger = logging.getLogger("dtrain")
 _ALWAYS_ALLOWED = 10.0
@@ -94,6 +96,26 @@ def truncate_sample_logs(folder: Path, step: int) -> None:
     """
     for path in [*folder.glob("keys-rank-*.jsonl"), *folder.glob("bad-rank-*.jsonl")]:
         cut_lines(path, lambda line: _step(line) <= step)
+
+
+def read_deadly(folder: Path) -> dict[str, str]:
+    """The samples that killed loader workers in earlier steps of a run, on any rank: key to reason. A resumed run masks them.
+
+    Args:
+        folder: ``<run.dir>/logs``.
+    """
+    found: dict[str, str] = {}
+    # Lines may be on their way from the former to the latter. Those that were cut name deadly samples too.
+    for pattern in ("bad-rank-*.jsonl", "cut-bad-rank-*.jsonl"):
+        for path in plain_files(folder, pattern, []):
+            with path.open("rb") as file:
+                for text in bounded_lines(file):
+                    if DEADLY.encode() in text:
+                        with suppress(ValueError, KeyError, TypeError, RecursionError):
+                            line = json.loads(text)
+                            if line["reason"].startswith(DEADLY):
+                                found[line["key"]] = line["reason"]
+    return found
 
 
 @dataclass(frozen=True)

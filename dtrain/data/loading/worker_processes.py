@@ -1,10 +1,12 @@
-"""Starts and ends the worker processes of a stream.
+"""Starts, watches and ends the worker processes of a stream.
 
 torch's DataLoader makes the processes and their queues. What it leaves open is closed here:
 
 * Workers ignore the signals of a stop request, which goes to the whole process group: the trainer needs them to finish
   its step.
 * They end with the trainer, however it ends.
+* A worker that dies ends the wait for a batch at once, even in the middle of a message (``_WatchedQueue``). It may have held a
+  lock of the queues, which all workers of a stream share, so the others are then killed, too.
 * A process that is forked while a thread of C++ holds a lock of the interpreter never reaches its first line. It is
   replaced before the trainer waits for it.
 """
@@ -16,23 +18,28 @@ import functools
 import logging
 import multiprocessing
 import os
+import queue
 import select
 import signal
+import struct
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import ForkingPickler
+from multiprocessing.util import get_temp_dir
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from dtrain.data.loading.batch import Batch
-from dtrain.data.loading.ipc import IpcBatch, Slots, use_slots
+from dtrain.data.loading.ipc import IpcBatch, LostBatch, Slots, use_slots
 from dtrain.distributed.process_exit import exit_with_parent, kill_with_parent
 
 logger = logging.getLogger("dtrain")
@@ -44,6 +51,8 @@ _SETTLE_SECONDS = 0.03
 _BEGIN_SECONDS = (3.0, 10.0, 30.0)
 # SIGKILL takes effect within this time, unless the process waits for a disk or a network file system.
 _KILL_SECONDS = 1.0
+# While a thread page-locks batches, a wait for one looks for dead workers at this interval.
+_LOOK_SECONDS = 0.2
 
 
 def start_workers(dataset: IterableDataset[Batch], loading: Mapping[str, Any]) -> tuple[Iterator[Batch], Slots]:
@@ -70,6 +79,7 @@ def start_workers(dataset: IterableDataset[Batch], loading: Mapping[str, Any]) -
                 generator=torch.Generator(),  # else starting workers would draw from the run's global generator
                 **loading,
             )
+        get_temp_dir()  # for the sockets of all workers: one that is killed cannot remove its own folder
         if _may_get_stuck(loading):
             time.sleep(_SETTLE_SECONDS)
         with _signals_blocked(loading), _more_workers_than_cores():
@@ -87,7 +97,34 @@ def start_workers(dataset: IterableDataset[Batch], loading: Mapping[str, Any]) -
         for worker in stuck:
             iterator._workers[worker].kill()  # it holds no lock of the queues
         end_workers(iterator, slots, os.getpid())
+    iterator._data_queue = _WatchedQueue(iterator._data_queue, iterator._workers)
     return iterator, slots
+
+
+class WorkerDied(BaseException):
+    """A worker has ended while the trainer waits for a batch. torch's iterator, which would not survive it, passes it on."""
+
+
+def next_batch(iterator: Iterator[Batch]) -> Batch:
+    """The next batch of the workers.
+
+    Raises:
+        WorkerDied: If a worker was killed or has exited; the iterator has to be ended then.
+    """
+    batch: Batch | LostBatch = next(iterator)
+    if isinstance(batch, LostBatch):
+        deadline = time.monotonic() + _KILL_SECONDS  # its sockets are closed before the process is gone
+        while not dead_workers(iterator):
+            if time.monotonic() > deadline:
+                raise batch.error
+            time.sleep(0.01)
+        raise WorkerDied
+    return batch
+
+
+def dead_workers(iterator: Iterator[Batch]) -> list[int]:
+    """The numbers of the workers that a signal killed, or that ended with an exit code."""
+    return [number for number, worker in enumerate(getattr(iterator, "_workers", ())) if worker.exitcode]
 
 
 def end_workers(iterator: Iterator[Batch], slots: Slots | None, owner: int) -> None:
@@ -104,6 +141,9 @@ def end_workers(iterator: Iterator[Batch], slots: Slots | None, owner: int) -> N
     if shut_down is None or os.getpid() != owner:  # a forked copy of the stream does not own the workers
         return
     workers: Sequence[BaseProcess] = iterator._workers  # type: ignore[attr-defined]
+    if dead_workers(iterator):
+        _kill_workers(iterator)
+        return
     for worker in workers:
         if worker.exitcode is None and worker.pid is not None:
             os.kill(worker.pid, signal.SIGCONT)  # one that was stopped would not notice the request to end
@@ -112,6 +152,103 @@ def end_workers(iterator: Iterator[Batch], slots: Slots | None, owner: int) -> N
         if worker.exitcode is None:  # stuck; it ignores the SIGTERM that torch has sent
             worker.kill()
             worker.join(_KILL_SECONDS)
+
+
+def _kill_workers(iterator: Any) -> None:
+    """Ends the workers of which one has died, without a lock that it may have held."""
+    for worker in iterator._workers:
+        worker.kill()
+    for worker in iterator._workers:
+        worker.join(_KILL_SECONDS)
+    thread = getattr(iterator, "_pin_memory_thread", None)
+    if thread is not None:
+        iterator._pin_memory_thread_done_event.set()
+        _end_reading(thread, iterator._worker_result_queue._writer)
+    for tasks in iterator._index_queues:
+        tasks.cancel_join_thread()
+        tasks.close()
+    iterator._shutdown = True  # torch would wait for those locks
+    if torch.multiprocessing.get_sharing_strategy() == "file_descriptor":
+        for worker in iterator._workers:  # memory whose name the worker was about to remove
+            for path in Path("/dev/shm").glob(f"torch_{worker.pid}_*"):
+                with suppress(OSError):
+                    path.unlink()
+
+
+def _end_reading(thread: threading.Thread, pipe: Any) -> None:
+    """Ends a thread that reads messages from a pipe without another writer; the last message may be incomplete."""
+    pipe.send_bytes(ForkingPickler.dumps((None, None)))
+    thread.join(_LOOK_SECONDS)
+    os.set_blocking(pipe.fileno(), False)
+    while thread.is_alive():
+        with suppress(BlockingIOError):
+            os.write(pipe.fileno(), bytes(1 << 16))
+        thread.join(_LOOK_SECONDS / 10)
+
+
+class _WatchedQueue:
+    """The queue from which torch's iterator takes batches; ``get`` raises ``WorkerDied`` if a worker has ended.
+
+    Without a thread that page-locks batches, ``get`` reads the pipe itself. ``Queue.get`` would wait for ever for the rest of
+    a message of a worker that died while it sent it.
+    """
+
+    def __init__(self, batches: Any, workers: Sequence[BaseProcess]) -> None:
+        self._queue = batches
+        self._workers = {worker.sentinel: worker for worker in workers}
+        self._poll = select.poll()
+        for sentinel in self._workers:
+            self._poll.register(sentinel, select.POLLIN)
+        self._pipe: int | None = None
+        if not isinstance(batches, queue.Queue):
+            self._pipe = batches._reader.fileno()
+            self._poll.register(self._pipe, select.POLLIN)
+
+    def get(self, timeout: float) -> Any:
+        """The next message; ``queue.Empty`` after ``timeout`` seconds without one."""
+        if self._pipe is None:
+            return self._from_thread(time.monotonic() + timeout)
+        if not self._is_readable(self._pipe, timeout):
+            raise queue.Empty
+        # The format of multiprocessing.Connection: the length, -1 for one of 64 bits, which follows.
+        (size,) = struct.unpack("!i", self._read(self._pipe, 4))
+        if size < 0:
+            (size,) = struct.unpack("!Q", self._read(self._pipe, 8))
+        return ForkingPickler.loads(self._read(self._pipe, size))
+
+    def _from_thread(self, deadline: float) -> Any:
+        while True:
+            with suppress(queue.Empty):
+                return self._queue.get(timeout=_LOOK_SECONDS)
+            self._raise_if_dead([ended for ended, _ in self._poll.poll(0)])
+            if time.monotonic() > deadline:
+                raise queue.Empty
+
+    def _read(self, pipe: int, size: int) -> bytearray:
+        message = bytearray(size)
+        rest = memoryview(message)
+        while rest:
+            if self._is_readable(pipe, _LOOK_SECONDS):
+                rest = rest[os.readv(pipe, [rest]) :]
+        return message
+
+    def _is_readable(self, pipe: int, timeout: float) -> bool:
+        """Waits; false at the end of the time. What a dead worker has sent is read first."""
+        ready = [descriptor for descriptor, _ in self._poll.poll(1000 * timeout)]
+        if pipe in ready:
+            return True
+        self._raise_if_dead(ready)
+        return False
+
+    def _raise_if_dead(self, ended: Sequence[int]) -> None:
+        for sentinel in ended:
+            worker = self._workers.pop(sentinel)
+            self._poll.unregister(sentinel)
+            worker.join(_KILL_SECONDS)
+            if worker.exitcode:  # else it has built all its batches, or torch explains its end
+                raise WorkerDied
+        if any(worker.exitcode for worker in self._workers.values()):  # a child of the worker has its sentinel
+            raise WorkerDied
 
 
 def _raise_ended_workers_in_take(iterator: Any) -> None:

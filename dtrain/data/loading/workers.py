@@ -17,11 +17,10 @@ import functools
 import math
 import multiprocessing
 import os
-import signal
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -33,9 +32,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 from dtrain.data.augment import Augment
 from dtrain.data.loading.batch import Batch, Transfer
 from dtrain.data.loading.collate import SPARE, Collator
-from dtrain.data.loading.ipc import shared_memory_is_full
+from dtrain.data.loading.ipc import Slots
+from dtrain.data.loading.masked_source import masked
 from dtrain.data.loading.mixture_collator import MixtureCollator, collator_of
-from dtrain.data.loading.worker_processes import end_workers, start_workers
+from dtrain.data.loading.worker_deaths import WorkerRestarts
+from dtrain.data.loading.worker_processes import WorkerDied, dead_workers, end_workers, next_batch, start_workers
 from dtrain.data.mixing import Mix
 from dtrain.data.order.epoch_order import EpochOrder
 from dtrain.data.order.mixture_order import MixtureOrder
@@ -69,6 +70,7 @@ class WorkerStream:
         start: Epoch and step of the first micro-batch.
         steps_of: Steps of an epoch, by its number.
         micro_batches_per_step: Micro-batches of a step.
+        restarts: Restarts of workers that died. With None, a worker that dies ends the stream.
     """
 
     def __init__(
@@ -78,23 +80,30 @@ class WorkerStream:
         start: tuple[int, int],
         steps_of: Callable[[int], int],
         micro_batches_per_step: int,
+        restarts: WorkerRestarts | None = None,
     ) -> None:
-        self._iterator: Iterator[Batch] | None
-        slots = None
-        if loading["num_workers"]:
-            self._iterator, slots = start_workers(dataset, loading)
-        else:
-            self._iterator = _in_this_process(dataset, loading["pin_memory"])
-        # The finalizer holds torch's iterator. In a reference cycle the iterator would be collected after its queues,
-        # through which it sends the workers the request to end.
-        self._end_workers = weakref.finalize(self, end_workers, self._iterator, slots, os.getpid())
-        self._end_workers.atexit = False  # see _close_streams
+        self._dataset = dataset
+        self._loading = loading
+        self._restarts = restarts or WorkerRestarts(0)
         self._epoch, self._step = start
         self._micro_batch = 0
         self._steps_of = steps_of
         self._num_steps = steps_of(self._epoch)
         self._micro_batches = micro_batches_per_step
+        self._start(dataset)
         _open_streams.add(self)
+
+    def _start(self, dataset: MicroBatches) -> None:
+        self._iterator: Iterator[Batch] | None
+        self._slots: Slots | None = None
+        if self._loading["num_workers"]:
+            self._iterator, self._slots = start_workers(dataset, self._loading)
+        else:
+            self._iterator = _in_this_process(dataset, self._loading["pin_memory"])
+        # The finalizer holds torch's iterator. In a reference cycle the iterator would be collected after its queues,
+        # through which it sends the workers the request to end.
+        self._end_workers = weakref.finalize(self, end_workers, self._iterator, self._slots, os.getpid())
+        self._end_workers.atexit = False  # see _close_streams
 
     @property
     def is_open(self) -> bool:
@@ -107,27 +116,22 @@ class WorkerStream:
         return None if self._micro_batch else (self._epoch, self._step)
 
     def take(self) -> Batch:
-        """The next micro-batch; waits for the workers. On a failure, the stream is closed.
+        """The next micro-batch; waits for the workers, and restarts them if one has died. On a failure, the stream is closed.
 
         Raises:
-            WorkerEnded: If a worker process was killed; names it and the signal.
+            WorkerEnded: If a worker process has died, and the restarts do not allow another one; names it and the signal.
             Exception: Any error of a worker; the message of a ``ValueError`` or ``Explained`` has no traceback.
         """
         if self._iterator is None:
             raise RuntimeError("the stream is closed.")
         batch = None
         try:
-            batch = next(self._iterator)
+            batch = self._next()
         except _SELF_EXPLANATORY as error:
             original = _without_traceback(error)
             if original is None:
                 raise
             raise original from error
-        except RuntimeError as error:
-            ended = explain_ended(getattr(self._iterator, "_workers", ()))
-            if not ended:
-                raise
-            raise WorkerEnded(ended) from error
         finally:
             if batch is None:  # the other workers would continue, and leave a gap where this one failed
                 self.close()
@@ -139,9 +143,25 @@ class WorkerStream:
             self._epoch, self._step, self._num_steps = self._epoch + 1, 0, self._steps_of(self._epoch + 1)
         return batch
 
+    def _next(self) -> Batch:
+        assert self._iterator is not None
+        while self._slots is not None:
+            try:
+                return next_batch(self._iterator)
+            except (WorkerDied, RuntimeError):
+                if not dead_workers(self._iterator):
+                    raise
+                workers: Any = self._iterator._workers  # type: ignore[attr-defined]
+                self._restarts.begin(workers, [(epoch, sample) for epoch, sample in self._slots.reads.tolist()])
+            self._end_workers()
+            self._start(
+                self._dataset.from_micro_batch(self._epoch, self._step, self._micro_batch, self._restarts.deadly)
+            )
+        return next(self._iterator)
+
     def close(self) -> None:
         """Ends the workers."""
-        self._iterator = None
+        self._iterator = self._slots = None
         self._end_workers()
 
 
@@ -159,6 +179,7 @@ class WorkerOptions:
         prefetch: Micro-batches that each worker builds ahead.
         start_method: ``"fork"``, ``"forkserver"``, ``"spawn"``; None: Python's default.
         pin_memory: Return page-locked tensors, whose copies to a GPU can overlap compute.
+        max_restarts: How many times a loader restarts its workers when one has died; 0: a worker that dies ends the loader.
 
     Raises:
         ValueError: If an option is impossible; names key and value.
@@ -167,10 +188,13 @@ class WorkerOptions:
     prefetch: int = 2
     start_method: str | None = None
     pin_memory: bool = False
+    max_restarts: int = 3
 
     def __post_init__(self) -> None:
         if self.prefetch < 1:
             raise ValueError(f"data.prefetch: got {self.prefetch}, want at least 1 micro-batch.")
+        if self.max_restarts < 0:
+            raise ValueError(f"data.max_worker_restarts: got {self.max_restarts}, want 0 or more.")
         known = multiprocessing.get_all_start_methods()
         if self.start_method not in (None, *known):
             raise ValueError(
@@ -193,31 +217,6 @@ _open_streams: weakref.WeakSet[WorkerStream] = weakref.WeakSet()
 def _close_streams() -> None:
     for stream in list(_open_streams):
         stream.close()
-
-
-class WorkerEnded(Explained, RuntimeError):
-    """A worker process ended without being asked to."""
-
-
-def explain_ended(workers: Sequence[Any]) -> str:
-    """The message for the first of these processes that ended without being asked to; empty if there is none."""
-    for number, worker in enumerate(workers):
-        code = worker.exitcode
-        if not code:
-            continue
-        name = f"loader worker {number} (process {worker.pid})"
-        if code > 0:
-            return f"{name} ended with exit code {code}. Its output is above."
-        remedy = shared_memory_is_full() if -code == signal.SIGBUS else _REMEDIES.get(-code, "")
-        return f"{name} was killed by {signal.Signals(-code).name}. {remedy}".rstrip()
-    return ""
-
-
-_REMEDIES: dict[int, str] = {
-    signal.SIGKILL: "If nobody has killed it, this machine, or the job or container, has run out of memory "
-    "(see dmesg). Use fewer data.num_workers, a smaller data.prefetch or train.micro_batch_size, or request more memory.",
-    signal.SIGSEGV: "A library that decodes or augments samples crashed: PYTHONFAULTHANDLER=1 prints where.",
-}
 
 
 def _without_traceback(error: Exception) -> Exception | None:
@@ -292,13 +291,31 @@ class MicroBatches(IterableDataset[Batch]):
         excluded: np.ndarray = _NOTHING,
     ) -> None:
         super().__init__()
-        self._source = source
+        self._all_good = self._source = source
         self._position = copy(position)  # the trainer's changes with every commit
         self._share = share
         self._transfer = transfer
         self._augment = augment
         self._mix = mix
         self._excluded = excluded  # sample numbers, ascending
+        self._first = 0  # micro-batch of the first step
+
+    def from_micro_batch(self, epoch: int, step: int, micro_batch: int, bad: Mapping[int, str]) -> MicroBatches:
+        """The sequence from a later micro-batch on.
+
+        Args:
+            epoch: Number of the epoch, not before that of the position.
+            step: Number of the step in the epoch.
+            micro_batch: Number of the micro-batch in the step.
+            bad: Samples to mask as bad, and the reasons.
+        """
+        rest = copy(self)
+        rest._position = copy(self._position)
+        if epoch != self._position.epoch:
+            rest._position.begin(epoch)
+        rest._position.step, rest._first = step, micro_batch
+        rest._source = masked(self._all_good, {None: bad})
+        return rest
 
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
@@ -307,15 +324,16 @@ class MicroBatches(IterableDataset[Batch]):
         collator = collator_of(source, self._transfer, self._augment, seed, self._mix)
         try:
             position, per_step = copy(self._position), self._share.micro_batches_per_step
-            built = 0  # by all workers, in earlier epochs
+            built, first = 0, self._first  # by all workers, in earlier epochs
             while True:
                 epoch, order = position.epoch, position.order
-                numbers = range(position.step * per_step, order.num_steps * per_step)
+                numbers = range(position.step * per_step + first, order.num_steps * per_step)
                 mine = numbers[(turn - built) % workers :: workers]
                 built += len(numbers)
                 for step, samples, partners in self._located(epoch, order, mine, collator):
                     yield collator.build(epoch, samples, functools.partial(self._spare, order, step), partners)
                 position.begin(epoch + 1)
+                first = 0
         finally:
             collator.close()
 

@@ -376,6 +376,7 @@ class SampleReader(Reader):
         self._places = source.places
         self._seed = seed
         self._randomness = Randomness()
+        self._reads: Callable[[int], None] = _told_to_nobody
 
     def fetch(self, epoch: int, sample: int) -> list[Any]:
         """The dataset's value for each field; its ``ValueError``, ``OSError`` and ``EOFError`` become ``SampleError``."""
@@ -385,6 +386,7 @@ class SampleReader(Reader):
         """The same for many samples, without those that raise an exception."""
         randoms = self._randoms(epoch, samples).tolist()
         for position, (sample, random) in enumerate(zip(samples.tolist(), randoms, strict=True)):
+            self._reads(sample)
             try:
                 values = self._fetch(sample, random)
             except Exception:  # noqa: BLE001 - ``fetch`` raises it again
@@ -402,6 +404,9 @@ class SampleReader(Reader):
     def place(self, sample: int) -> dict[str, Any]:
         """The dataset's name, and the sample's number."""
         return {"shard": self._index.name, "offset": sample}
+
+    def tell(self, reads: Callable[[int], None]) -> None:
+        self._reads = reads
 
     def _randoms(self, epoch: int, samples: np.ndarray) -> np.ndarray:
         """The keys of the samples' random numbers."""
@@ -437,6 +442,10 @@ class SampleReader(Reader):
             return self._dataset[number]
         with generators_at(random):
             return self._dataset[number]
+
+
+def _told_to_nobody(sample: int) -> None:
+    pass
 
 
 def _is_regular(field: Field, array: Any) -> bool:

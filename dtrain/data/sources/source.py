@@ -120,6 +120,11 @@ class Reader(ABC):
         prefetch with as many threads as one of them."""
         return
 
+    def tell(self, reads: Callable[[int], None]) -> None:
+        """Called once before samples are read by a worker: ``reads(sample)`` is to be called before code that may end the
+        process, such as a user's, reads a sample in ``fetch_all``; see ``loading.worker_deaths``."""
+        return
+
     def close(self) -> None:
         """Closes files."""
         return

@@ -319,6 +319,7 @@ class RunTotals:
         skipped_steps: Attempted steps that were not applied.
         bad_samples: Samples that could not be read.
         excluded_samples: Samples that ``data.exclude`` left out.
+        worker_restarts: How many times ranks restarted their loader workers.
         spikes: Steps whose gradient norm was a spike (``train.spike``).
         spike_grad_norm: Gradient norm of the last one; 0 before the first.
         evaluations: Finished evaluations.
@@ -333,6 +334,7 @@ class RunTotals:
     skipped_steps: int = 0
     bad_samples: int = 0
     excluded_samples: int = 0
+    worker_restarts: int = 0
     spikes: int = 0
     spike_grad_norm: float = 0.0
     evaluations: int = 0

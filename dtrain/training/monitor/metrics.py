@@ -130,6 +130,7 @@ class StepMetrics:
         if self._timer is not None and outcome.step > self._first_step:  # the first one loads kernels and compiles
             self._stragglers.add(self._timer.seconds(timing.own), timing.seconds)
         totals.skipped_steps, totals.bad_samples = self._sums.skipped_steps, self._sums.bad_samples
+        totals.worker_restarts += stats.worker_restarts
         if stats.spike:
             totals.spikes, totals.spike_grad_norm = totals.spikes + 1, outcome.grad_norm
         if self._run.cfg.data.exclude is not None:  # what a step committed and no rank received
@@ -144,6 +145,8 @@ class StepMetrics:
                 record["train/spike_grad_norm"] = self._run.totals.spike_grad_norm
         if self._run.cfg.data.exclude is not None:
             record["data/excluded_samples"] = self._run.totals.excluded_samples
+        if self._run.totals.worker_restarts:
+            record["data/worker_restarts"] = self._run.totals.worker_restarts
         record |= {f"data/samples/{name}": n for name, n in self._run.train_loader.samples_by_source().items()}
         if self._traffic is None:  # the first record: from now on the number of metrics is known
             self._traffic = run_traffic(self._run, len(outcome.stats.metrics))

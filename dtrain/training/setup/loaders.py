@@ -376,7 +376,9 @@ def _loader(
         "precision": precision,
         "limits": Limits(None, None),  # the vote adds up all ranks
         "transfer": TransferOptions(data.transfer, data.on_overflow, cfg.train.channels_last),
-        "workers": WorkerOptions(data.prefetch, data.start_method, pin_memory=world.device.type == "cuda"),
+        "workers": WorkerOptions(
+            data.prefetch, data.start_method, world.device.type == "cuda", data.max_worker_restarts
+        ),
         **order,
     }
     policy = CachePolicy.from_config(data.storage, data.cache.dir, data.cache.max_gb, fills=fills_cache)

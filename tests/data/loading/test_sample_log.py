@@ -10,7 +10,13 @@ import pytest
 
 from dtrain.data import Limits
 from dtrain.data.loading import sample_log
-from dtrain.data.loading.sample_log import BadSampleBudget, SampleLog, TooManyBadSamples, truncate_sample_logs
+from dtrain.data.loading.sample_log import (
+    BadSampleBudget,
+    SampleLog,
+    TooManyBadSamples,
+    read_deadly,
+    truncate_sample_logs,
+)
 from dtrain.errors import Explained
 from tests.refusals import refused
 
@@ -173,3 +179,20 @@ def test_a_rank_whose_own_samples_are_good_ends_too_and_gives_no_example() -> No
 def test_impossible_limits_are_refused(limits: tuple[float | str, int | None], names: list[str]) -> None:
     with refused(ValueError, *names):
         Limits(*limits)
+
+
+def test_samples_that_killed_workers_are_read_from_the_logs_of_all_ranks_with_the_lines_that_were_cut(
+    tmp_path: Path,
+) -> None:
+    reason = "a loader worker was killed by SIGSEGV while reading it, twice"
+    for rank in (0, 1):
+        ledger = SampleLog(tmp_path, rank, record_keys=False)
+        ledger.write(1, [], [BAD])
+        ledger.write(2 + rank, [], [{"key": f"a.tar/{rank}", "epoch": 0, "reason": reason}])
+        ledger.close()
+    with (tmp_path / "bad-rank-00000.jsonl").open("a") as file:
+        file.write('{"reason": "a loader worker was killed by\n[]\n{"step": 4, "key": "b", "reason": 7}\n')
+    assert read_deadly(tmp_path) == {"a.tar/0": reason, "a.tar/1": reason}
+    truncate_sample_logs(tmp_path, 2)
+    assert read_deadly(tmp_path) == {"a.tar/0": reason, "a.tar/1": reason}
+    assert read_deadly(tmp_path / "nowhere") == {}

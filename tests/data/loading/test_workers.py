@@ -37,11 +37,9 @@ from dtrain.data.loading.ipc import SharedMemoryFull
 from dtrain.data.loading.workers import (
     MicroBatches,
     RankShare,
-    WorkerEnded,
     WorkerStream,
     choose_workers,
     cores_per_rank,
-    explain_ended,
     number_of_workers,
     seconds_to_build,
 )
@@ -316,30 +314,6 @@ def test_what_ends_a_worker_is_told_in_its_own_words(tmp_path: Path, num_workers
         list(loader)
     # What other ranks print, and `status.json` holds, is the first line.
     assert str(told.value).startswith(f"shard {paths[0]!r} cannot be read at offset 512: ")
-
-
-@pytest.mark.slow
-def test_a_killed_worker_is_named_with_its_signal_and_the_memory(uneven: list[str]) -> None:
-    loader = two_workers(uneven, start_method="fork")
-    batches = iter(loader)
-    killed = [int(next(batches)["label"][0]) for _ in range(2)][1]
-    os.kill(killed, signal.SIGKILL)
-    with refused(WorkerEnded, f"loader worker 1 (process {killed})", "SIGKILL", "memory", "data.num_workers"):
-        while True:
-            next(batches)
-    assert not multiprocessing.active_children()
-
-
-def test_a_worker_that_ended_is_explained_by_its_signal_or_code() -> None:
-    ended = {
-        -signal.SIGBUS: ("SIGBUS", "/dev/shm"),
-        -signal.SIGSEGV: ("SIGSEGV", "PYTHONFAULTHANDLER"),
-        3: ("code 3", ""),
-    }
-    for code, (got, remedy) in ended.items():
-        workers = [SimpleNamespace(pid=7, exitcode=None), SimpleNamespace(pid=8, exitcode=code)]
-        assert_refused(explain_ended(workers), "loader worker 1 (process 8)", got, remedy)
-    assert explain_ended([SimpleNamespace(pid=7, exitcode=None)]) == ""
 
 
 def test_shared_memory_that_is_full_is_named_with_its_size_and_no_sample(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dtrain.data import Batch, Limits, Mixture, ShardLoader
-from dtrain.data.loading.as_recorded import mask_as_recorded
+from dtrain.data.loading.masked_source import as_recorded
 from dtrain.data.mixing import Mix
 from tests.shards import IMAGE, LABEL, close, jpeg, npy, read_epoch, vector, write_tar
 
@@ -49,7 +49,7 @@ def loader(data: Any, fields: Any = VECTORS, **options: Any) -> ShardLoader:
 def batches(made: ShardLoader, recorded: Recorded | None = None, epochs: int = 2) -> list[Batch]:
     """All micro-batches of the first epochs, with these samples masked."""
     if recorded is not None:
-        mask_as_recorded(made, recorded)
+        made.source = as_recorded(made.source, recorded)
     found = [batch for epoch in range(epochs) for step in read_epoch(made, epoch) for batch in step]
     close([made])
     return found
