@@ -693,7 +693,7 @@ def collectives_of_steps(precision: str, **implementation: Any) -> list[list[str
     def backward(loss: Tensor, factor: Tensor) -> None:
         model.weight.grad = torch.ones_like(model.weight) * loss * factor
 
-    settled = [0.0, RANKS, RANKS, 1.0, 1.0, 8.0, 1.0, 8.0, 0.0, 0.0, 8.0, 0.0, 0.0]
+    settled = [0.0, RANKS, RANKS, 1.0, 1.0, 8.0, 1.0, 8.0, 0.0, 0.0, 8.0, 0.0, 0.0, 0.0]
     seen = []
     with (
         mock.patch.object(Tensor, "backward", backward),
