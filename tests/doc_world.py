@@ -113,6 +113,7 @@ def shortened(arguments: Sequence[str]) -> list[str]:
         for module, word, extra in _SHORTER
         if f"-m {module} " in f"{line} " and word in line
         for each in extra
+        if f" {each.partition('=')[0]}=" not in line  # a key may be set once only
     ]
     return [*arguments, *more]
 
