@@ -7,7 +7,8 @@ Hydra merges mappings key by key, so the arguments of a preset's class would rea
   likewise ``data.mixture`` if each of its sources has shards, and ``train.metrics`` if each metric has a ``_target_``;
 * ``model=NAME`` on the command line replaces what presets say about ``model``; the same for ``task``, ``optimizer`` and
   ``schedule``;
-* a different task removes the metric of ``checkpoint.best`` that a preset has set before for its own task, unless it is a loss.
+* a different task removes the metric of ``checkpoint.best`` that a preset has set before for its own task, unless it is a loss
+  or one of ``train.metrics``.
 
 An argument that the class of a node takes by name can be set without ``+``, also if the presets leave it out; likewise a key
 that dtrain itself reads (``OWN_KEYS``).
@@ -166,9 +167,12 @@ def _names_other_task(overrides: Sequence[Override], target: Any) -> bool:
 
 
 def _remove_best(config: DictConfig) -> None:
-    """Removes ``checkpoint.best`` and its mode, unless the metric is a loss, which every task has."""
-    best = _select(config, "checkpoint.best")
-    if isinstance(best, Node) and isinstance(best._value(), str) and not best._value().endswith("/loss"):
+    """Removes ``checkpoint.best`` and its mode, unless the metric is a loss, which every task has, or of ``train.metrics``."""
+    best, others = _select(config, "checkpoint.best"), _select(config, "train.metrics")
+    if not (isinstance(best, Node) and isinstance(best._value(), str)):
+        return
+    name = best._value().rpartition("/")[2]
+    if name != "loss" and not (isinstance(others, DictConfig) and name in others):
         for key in ("best", "best_mode"):
             if _select(config, f"checkpoint.{key}") is not None:
                 OmegaConf.update(config, f"checkpoint.{key}", None)

@@ -76,7 +76,7 @@ from dtrain.training.setup.batchnorm import ValidRows
 from dtrain.training.setup.buffers import BufferGuard
 from dtrain.training.setup.ema import Ema
 from dtrain.training.setup.freeze import Frozen
-from dtrain.training.task import Output, Task, run_task
+from dtrain.training.task import Output, Task, no_gradient, run_task
 from dtrain.training.unfinished import StepOutOfMemory, UnfinishedWindow
 
 _DOCTOR = (
@@ -172,6 +172,7 @@ class TrainStep:
         model: The argument.
         bare_model: The model without DDP.
         task: The argument; may be replaced between steps.
+        base_lrs: Learning rates of the parameter groups, which the schedule multiplies.
         step: Attempted steps so far.
         applied_steps: Settled steps that were not skipped.
         consecutive_skips: Skipped steps since the last applied one.
@@ -227,7 +228,7 @@ class TrainStep:
         self._scale = loss_scale.scale if loss_scale is not None else torch.ones((), device=world.device)
         self._share = torch.full((), world.size / nominal, device=world.device)
         self._autocast = precision.autocast(world.device.type)
-        self._base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
+        self.base_lrs = [float(group["lr"]) for group in optimizer.param_groups]
         self._has_names = len({group.get("name") for group in optimizer.param_groups} - {None}) > 1
         # On a CPU reading the vote costs nothing, so the host decides.
         self._decides_on_device = world.device.type == "cuda" and reads_found_inf(optimizer)
@@ -269,7 +270,7 @@ class TrainStep:
             first: Number of the first one; random operations are seeded with it.
 
         Raises:
-            WrongOutput: If the task does not return an ``Output``.
+            WrongOutput: If the task does not return an ``Output``, or its loss has no gradient.
             RuntimeError: If the window has a different number of micro-batches, so that no backward averaged over the ranks.
         """
         # A skipped step must also restore BatchNorm's running statistics, which the forward changes.
@@ -304,7 +305,12 @@ class TrainStep:
                     if last:
                         self._unfinished.begin_backward()
                     # The factor is the incoming gradient of the backward, so no scaled copy of the loss is in the graph.
-                    output.loss_sum.backward(self._factor())
+                    try:
+                        output.loss_sum.backward(self._factor())
+                    except RuntimeError as error:
+                        if output.loss_sum.requires_grad:
+                            raise
+                        raise no_gradient(self.task) from error
             self._window_counts.add(whole)
             done += 1
         self._first_window = False
@@ -416,7 +422,7 @@ class TrainStep:
         skip, overflowed, coefficient, skipped_spike = self._vote.decide(self._scale, self._nominal, self._clip_norm)
 
         # -- update. The previous step is settled, so the schedule can use the number of applied steps.
-        for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
+        for group, base in zip(self.optimizer.param_groups, self.base_lrs, strict=True):
             group["lr"] = base * self.schedule(self.applied_steps)
         with profiler_label(OPTIMIZER):
             for gradients in by_copies.values():

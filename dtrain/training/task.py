@@ -223,6 +223,14 @@ def _shapes(batch: Batch) -> str:
     )
 
 
+def no_gradient(task: Task) -> WrongOutput:
+    """The error of a loss that nothing can be learned from."""
+    return WrongOutput(
+        f"task: {_name(task)}: Output.loss_sum has no gradient. It was computed under torch.no_grad() or from detached "
+        "tensors, or does not depend on a parameter that is trained."
+    )
+
+
 def require_output(output: object) -> Output:
     """Returns the argument if it is an ``Output``.
 

@@ -157,6 +157,11 @@ def test_a_preset_replaces_a_node_of_another_class(
         ("defaults: [digits]\ntask: {_target_: my.Task}\n", ["task=classification"], None),
         ("defaults: [digits]\ncheckpoint: {best: eval/loss}\n", ["task._target_=my.Task"], "eval/loss"),
         ("defaults: [digits]\ncheckpoint: {best_mode: max}\n", ["task._target_=my.Task"], None),
+        (
+            "defaults: [digits]\ntrain: {metrics: {f1: {_target_: torch.nn.Linear}}}\ncheckpoint: {best: eval/f1}\n",
+            ["task._target_=my.Task"],
+            "eval/f1",
+        ),
     ],
 )
 def test_the_best_metric_of_a_preset_goes_with_its_task(

@@ -819,3 +819,14 @@ def test_a_rank_that_fails_in_its_task_does_not_leave_the_others_waiting() -> No
     assert set(failed.value.reports) == {0, 1}
     assert not failed.value.hung
     assert "the culprit" in failed.value.reports[1]
+
+
+def test_a_loss_without_a_gradient_is_refused_with_the_name_of_its_task() -> None:
+    def detached(model: nn.Module, batch: Batch) -> Output:
+        output = squared_error(model, batch)
+        return Output(output.loss_sum.detach(), output.count)
+
+    model = Net()
+    step = train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), task=detached)
+    with refused(TypeError, f"task: {__name__}", "Output.loss_sum", "no_grad"):
+        step.accumulate(micro_batches(0, 12), 1)

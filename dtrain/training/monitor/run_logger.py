@@ -354,6 +354,7 @@ def banner_rows(spec: RunSpec, run: TrainState, start: str, last_step: int) -> d
         + (f", {cut}" if cut else ""),
         "model": f"{_parameters(run.model)}, {type(optimizer).__name__}"
         + (" (fused)" if optimizer.defaults.get("fused") else ""),
+        "groups": _groups(run),
         "best": _best_checkpoint(cfg.checkpoint),
         "BatchNorm": f"masked rows are in its statistics ({fixed})" if fixed else "",
         "communication": run_traffic(run).describe(),
@@ -366,6 +367,13 @@ def _parameters(model: nn.Module) -> str:
     """Such as ``11,181,642 parameters, 5,130 of them trained``."""
     everything, trained = parameter_counts(model)
     return f"{everything:,} parameters" + (f", {trained:,} of them trained" if trained < everything else "")
+
+
+def _groups(run: TrainState) -> str:
+    """Such as ``heads lr 6e-03, default lr 2e-03``; "" if there is one learning rate."""
+    groups = zip(run.optimizer.param_groups, run.step.base_lrs, strict=True)
+    rates = {str(group.get("name")): rate for group, rate in groups}
+    return ", ".join(f"{name} lr {rate:.1e}" for name, rate in rates.items()) if len(set(rates.values())) > 1 else ""
 
 
 def _best_checkpoint(cfg: CheckpointConfig) -> str:

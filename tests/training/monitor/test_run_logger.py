@@ -170,8 +170,21 @@ def test_the_banner_says_what_was_derived(shards: str, tmp_path: Path) -> None:
     assert "torch 2." in shown["versions"]
     assert shown["records"] == "metrics.jsonl"
     assert "x bfloat16" in shown["transfer"]
+    assert shown["groups"] == ""
     own = rows(shards, tmp_path, schedule=WarmupConstant(horizon=500, warmup=10))
     assert own["steps"] == "12 (4 an epoch), schedule over 500"
+
+
+def test_the_banner_has_the_learning_rates_of_groups() -> None:
+    head, rest = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    groups = [
+        {"params": [*head.parameters()], "lr": 6e-3, "name": "head"},
+        {"params": [*rest.parameters()], "name": "default"},
+    ]
+    step = train_step(torch.nn.Sequential(head, rest), torch.optim.AdamW(groups, lr=2e-3))
+    step.optimizer.param_groups[0]["lr"] = 1e-9  # as the schedule may have left it in a checkpoint
+    run: Any = SimpleNamespace(optimizer=step.optimizer, step=step)
+    assert run_logger._groups(run) == "head lr 6.0e-03, default lr 2.0e-03"
 
 
 def test_the_banner_says_what_keeps_masked_rows_in_batchnorm(shards: str, tmp_path: Path) -> None:
