@@ -158,7 +158,7 @@ def test_a_preset_replaces_a_node_of_another_class(
         ("defaults: [digits]\ncheckpoint: {best: eval/loss}\n", ["task._target_=my.Task"], "eval/loss"),
         ("defaults: [digits]\ncheckpoint: {best_mode: max}\n", ["task._target_=my.Task"], None),
         (
-            "defaults: [digits]\ntrain: {metrics: {f1: {_target_: torch.nn.Identity}}}\ncheckpoint: {best: eval/f1}\n",
+            "defaults: [digits]\ntrain: {metrics: {f1: {_target_: torchmetrics.MeanMetric}}}\ncheckpoint: {best: eval/f1}\n",
             ["task._target_=my.Task"],
             "eval/f1",
         ),
