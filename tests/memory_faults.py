@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,10 @@ class Layers(nn.Sequential):
     def __init__(self, classes: int = 10, width: int = 2048) -> None:
         hidden = nn.Linear(192, 256), nn.GELU(), nn.Linear(256, width), nn.GELU(), nn.Linear(width, 256), nn.GELU()
         super().__init__(nn.Flatten(), *hidden, nn.Linear(256, classes))
+
+
+def _before(check: Callable[[Tensor], Tensor], module: nn.Module, grads: Any) -> None:
+    check(grads[0])
 
 
 class MemoryFaults:
@@ -42,8 +47,12 @@ class MemoryFaults:
 
             return check
 
-        for number, parameter in enumerate(run.model.parameters()):
-            parameter.register_hook(gradient(number))
+        if run.is_sharded:  # the gradients of its parameters are computed for gathered copies
+            for number, module in enumerate(each for each in run.model.modules() if isinstance(each, nn.Linear)):
+                module.register_full_backward_pre_hook(partial(_before, gradient(number)))
+        else:
+            for number, parameter in enumerate(run.model.parameters()):
+                parameter.register_hook(gradient(number))
 
         def faulty(model: nn.Module, batch: Any) -> Any:
             if (model is run.model and in_ddp) or not (model.training and torch.is_grad_enabled()):

@@ -261,6 +261,11 @@ def reshard(model: nn.Module) -> None:
             module.reshard()  # type: ignore[operator]
 
 
+def can_reset(model: nn.Module) -> bool:
+    """Whether this torch can use a sharded model again after a failed forward or backward: since 2.13."""
+    return hasattr(model, "reset_iter_state")
+
+
 class ShardedWindow:
     """Communication of a sharded model in the accumulation windows of a step.
 
@@ -298,6 +303,16 @@ class ShardedWindow:
         if self._buffers and dist.get_world_size() > 1:
             buffers = [place[name] for place, name in self._buffers]
             dist._broadcast_coalesced(dist.group.WORLD, buffers, _BUFFER_BUCKET, 0)  # type: ignore[arg-type]
+
+    def reset(self) -> None:
+        """Makes the model ready for a window after a forward or backward of this rank has failed; see ``can_reset``."""
+        self._model.reset_iter_state()
+        # The backward that failed may have left gradients of gathered parameters, to which the next one would add.
+        for unit in self._units:
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    if hasattr(parameter, "_unsharded_param"):
+                        parameter._unsharded_param.grad = None
 
     def micro_batch(self, last: bool) -> ShardedWindow:
         """Context of forward and backward of a micro-batch."""

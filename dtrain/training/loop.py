@@ -219,9 +219,8 @@ class Loop:
     def _begin_again(self) -> None:
         """Collective. Moves back to before the step that ran out of memory, with smaller micro-batches."""
         run = self._run
-        rows = self._retries.next_rows(self._window.batch)
-        run.train_loader.step_back(rows)
         run.step.begin_again(lambda bare: wrap(bare, run.cfg.parallel, run.world, run.cfg.train.deterministic))
+        run.train_loader.step_back(self._retries.next_rows(self._window.batch))
         self._metrics.follow_model()
         run.totals.samples -= self._timing.used if self._timing is not None else 0
         self._sample_log.step_back(run.step.step)
@@ -331,6 +330,7 @@ class Loop:
                     self._run_logger.note(line)
             first = run.step.step == self._first_step and number == 0
             if first:
+                self._retries.rehearse(batch)
                 with without_breakpoints(), self._retries.watched():
                     problem = self._metrics.count_flops(batch)
                 with without_breakpoints():

@@ -25,16 +25,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.loading.stream import StreamLoader
-from dtrain.distributed.sharding import is_sharded
+from dtrain.distributed.sharding import can_reset, is_sharded
 from dtrain.precision import Precision
+from dtrain.training.breakpoints import without_breakpoints
 from dtrain.training.checkpoint.state import TrainState
 from dtrain.training.monitor.memory import OutOfMemory, is_out_of_memory
-from dtrain.training.setup.batchnorm import has_batchnorm
+from dtrain.training.setup.batchnorm import calls_collectives, has_batchnorm
 from dtrain.training.setup.model import is_compiled
 from dtrain.training.task import Task, copy_of_task, run_task
 from dtrain.training.unfinished import collectives_so_far
 
 logger = logging.getLogger("dtrain")
+_CALLS = "the task calls collectives"
 
 _TESTED_ROWS = 4
 _TOLERANCE = 1e-2  # of a loss; in 16 bits, single rows differ by some thousandths
@@ -50,8 +52,8 @@ def why_not(model: nn.Module, loader: ShardLoader, retries: int) -> str:
     """
     if not retries:
         return "train.max_memory_retries=0"
-    if is_sharded(model):
-        return "the other ranks wait for this rank's part of the model (parallel=fsdp)"
+    if is_sharded(model) and not can_reset(model):
+        return "a sharded model cannot be used again after a failed forward before torch 2.13"
     if has_batchnorm(model):
         return "the model has BatchNorm, whose statistics depend on the micro-batch"
     if is_compiled(model):
@@ -140,8 +142,24 @@ class MemoryRetries:
         """A task that is called in the block must not call collectives: the other ranks would wait for this one in them."""
         before = collectives_so_far()
         yield
-        if collectives_so_far() != before:
-            self._why_not = "the task calls collectives"
+        if collectives_so_far() != before and not self._run.is_sharded:
+            self._why_not = _CALLS
+
+    def rehearse(self, batch: Batch) -> None:
+        """Collective. Before the first step of a sharded model: runs one row, so that a rank can take part without memory.
+
+        Args:
+            batch: A micro-batch on the device.
+        """
+        run = self._run
+        if not run.is_sharded or self.why_not:
+            return
+        row = batch.chosen([0])
+        if calls_collectives(run.task, run.model, row, run.precision):
+            self._why_not = _CALLS
+            return
+        with without_breakpoints():
+            run.step.rehearse(row)
 
     @contextmanager
     def without_check(self) -> Iterator[None]:

@@ -76,8 +76,8 @@ from dtrain.training.setup.batchnorm import ValidRows
 from dtrain.training.setup.buffers import BufferGuard
 from dtrain.training.setup.ema import Ema
 from dtrain.training.setup.freeze import Frozen
-from dtrain.training.task import Output, Task, no_gradient, run_task
-from dtrain.training.unfinished import StepOutOfMemory, UnfinishedWindow
+from dtrain.training.task import Output, Task, copy_of_task, no_gradient, run_task
+from dtrain.training.unfinished import StepOutOfMemory, UnfinishedShardedWindow, UnfinishedWindow
 
 _DOCTOR = (
     "`dtrain doctor numerics` with the arguments of this run, or with its run.dir=DIR, names the operation and "
@@ -248,8 +248,9 @@ class TrainStep:
         self._averaged = AveragedBackward(model)
         self._frozen = frozen
         self._diagnosis = SkipDiagnosis(bare)
-        self._unfinished = UnfinishedWindow(model)
+        self._unfinished = UnfinishedWindow(model) if self._sharded is None else UnfinishedShardedWindow(model)
         self._exhausted = False  # this rank's memory, in a step that not all ranks know of yet
+        self._left = 0  # micro-batches of the window that have not begun
         self._metric_names: list[str] = []
         self._window_counts = _WindowCounts()
         self._unapplied = self._unsettled = self._is_open = False
@@ -276,12 +277,13 @@ class TrainStep:
         # A skipped step must also restore BatchNorm's running statistics, which the forward changes.
         self._buffers.save()
         self._is_open = True
+        if self._sharded is not None:
+            self._sharded.begin()
         self._unfinished.begin()
+        self._left = micro_batches
         if self._exhausted:
             self.cannot_compute()
             return
-        if self._sharded is not None:
-            self._sharded.begin()
         if self._frozen is not None:
             self._frozen.set_batchnorm(self.step)
         # Entering a disabled autocast takes 6 us, and matters only inside an enabled one, in a hand-written loop.
@@ -296,6 +298,8 @@ class TrainStep:
             seed_generators(self.world.device, self._seed, self.step, number, self.world.rank)
             last = number == first + micro_batches - 1
             with self._valid_rows.for_batch(whole) as batch, self._sync(last), self._observed(number, batch):
+                self._unfinished.begin_micro_batch(last)
+                self._left -= 1
                 with profiler_label(FORWARD), autocast:
                     output = run_task(self.task, self.model, batch)
                 # Added up on the device: the vote sends one sum for the whole accumulation window.
@@ -336,7 +340,7 @@ class TrainStep:
         drop_gradients(self.optimizer)
         self._window_counts = _WindowCounts()
         self._vote.cannot_compute(len(self._metric_names))
-        self._unfinished.finish()
+        self._unfinished.finish(self._left)
         self._exhausted = self._unapplied = True
 
     def settle(self) -> StepOutcome | None:
@@ -462,8 +466,32 @@ class TrainStep:
         """
         self.abandon()
         self._exhausted, self._first_window, self._shared_gradients = False, True, None
+        if self._sharded is not None:
+            self._sharded.reset()
+            return
         self.model = wrap(self.bare_model)
         self._averaged, self._unfinished = AveragedBackward(self.model), UnfinishedWindow(self.model)
+
+    def rehearse(self, batch: Batch) -> None:
+        """Collective. With a sharded model: notes the collectives of micro-batches, for ``cannot_compute``; changes nothing.
+
+        Args:
+            batch: A few rows, on the device.
+        """
+        if not isinstance(self._unfinished, UnfinishedShardedWindow) or self._unfinished.is_recorded:
+            return
+        assert self._sharded is not None
+        seed_generators(self.world.device, self._seed)
+        for first, last in ((True, True), (True, False), (False, False), (False, True)):
+            if first:
+                self._sharded.begin()
+            with self._unfinished.record(first, last), self._sharded.micro_batch(last):
+                with self._autocast:
+                    output = run_task(copy_of_task(self.task), self.model, batch)
+                output.loss_sum.backward()
+            drop_gradients(self.optimizer)
+        self._sharded.begin()
+        self._buffers.restore(torch.ones((), dtype=torch.bool, device=self.world.device))
 
     def abandon(self) -> None:
         """Drops a window that was not applied, and DDP: the bare model is as after the last applied step."""
