@@ -3,10 +3,11 @@
 The global batch, its order and, up to rounding, the result do not depend on the micro-batch, so this changes memory and speed
 only. The other ranks cannot know at once, because they may wait in a collective of the step:
 
-1. The rank without memory drops its gradients and takes part in the collectives of DDP that are left of the window, with
-   zeros (``UnfinishedWindow``). It does so in the next window, too, if that begins before all ranks know.
+1. The rank without memory drops its gradients and takes part in the collectives of DDP or FSDP that are left of the window,
+   with zeros (``UnfinishedWindow``). It does so in the next window, too, if that begins before all ranks know.
 2. Its count in the vote is minus infinity. So all ranks skip the step, and read why in ``settle`` (``StepOutOfMemory``).
-3. They move the loader back by one step, divide the micro-batch (``smaller``) and wrap the model in a new DDP.
+3. They move the loader back by one step, divide the micro-batch (``smaller``), and wrap the model in a new DDP or
+   reset the sharded one.
 
 ``why_not`` says where that would change the result, or where collectives cannot be completed.
 """
@@ -88,9 +89,8 @@ def rows_interact(task: Task, model: nn.Module, batch: Batch, precision: Precisi
         precision: Provides autocast.
         device: Of the model.
     """
-    rows = batch.valid.nonzero().flatten().tolist()[:_TESTED_ROWS]
-    if len(rows) < 2:
-        return False
+    # Three calls in any case: with a sharded model each is a collective.
+    rows = batch.valid.nonzero().flatten().tolist()[:_TESTED_ROWS] or [0]
     was_training, half = model.training, len(rows) // 2
 
     def loss(some: list[int]) -> float:
@@ -99,10 +99,10 @@ def rows_interact(task: Task, model: nn.Module, batch: Batch, precision: Precisi
 
     model.eval()
     try:
-        whole, parts = loss(rows), loss(rows[:half]) + loss(rows[half:])
+        whole, parts = loss(rows), loss(rows[:half] or rows) + loss(rows[half:])
     finally:
         model.train(was_training)
-    return not abs(whole - parts) <= _TOLERANCE * max(abs(whole), abs(parts), 1e-6)
+    return half > 0 and not abs(whole - parts) <= _TOLERANCE * max(abs(whole), abs(parts), 1e-6)
 
 
 class MemoryRetries:
@@ -184,7 +184,7 @@ class MemoryRetries:
             return False
         logger.warning("step %d: memory is exhausted on this rank: %s", self._run.step.step + 1, error)
         self._exhausted = True
-        if self.metrics is None:
+        if self.metrics is None and not self._run.is_sharded:  # else they are known from ``rehearse``
             self.metrics = self._metric_names(batch)
         return True
 

@@ -489,6 +489,7 @@ class TrainStep:
                 with self._autocast:
                     output = run_task(copy_of_task(self.task), self.model, batch)
                 output.loss_sum.backward()
+            self._metric_names = sorted(output.metrics)
             drop_gradients(self.optimizer)
         self._sharded.begin()
         self._buffers.restore(torch.ones((), dtype=torch.bool, device=self.world.device))

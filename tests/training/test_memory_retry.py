@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from dtrain.data import Batch
 from dtrain.precision import Precision
 from dtrain.replay.recorded import RecordedRun
 from dtrain.runs.starts import read_starts
+from dtrain.training import memory_retry
 from dtrain.training.memory_retry import rows_interact, smaller
 from dtrain.training.task import Output
 from tests.ranks import RanksFailed
@@ -27,6 +29,8 @@ SMALL = (
     *("train.eval_every=3", "train.log_every=1", "checkpoint.best=null"),
 )
 CPU = torch.device("cpu")
+_HAS_RESET = hasattr(FSDPModule, "reset_iter_state")
+needs_reset = pytest.mark.skipif(not _HAS_RESET, reason="a sharded model can be reset since torch 2.13")
 
 
 def train(ranks: int, run_dir: Path, *at: str, overrides: tuple[str, ...] = ()) -> None:
@@ -82,6 +86,26 @@ def test_the_result_is_that_of_a_run_with_enough_memory(
     assert "train.micro_batch_size=16" in log
 
 
+UNITS = "parallel.shard_modules=['1','3','5']"
+
+
+@needs_reset
+@pytest.mark.parametrize(
+    ("at", "rows"),
+    [
+        (("3:1:0:before",), "null"),
+        (("3:1:0:after", "3:0:0:2"), "null"),  # both ranks
+        (("2:0:0:3", "4:1:1:1", "6:1:0:0"), "16"),  # in the backward; again with the smaller ones, and in the last step
+    ],
+    ids=str,
+)
+def test_a_sharded_model_does_it_too(tmp_path: Path, undisturbed: Path, at: tuple[str, ...], rows: str) -> None:
+    sharded = ("parallel=fsdp", UNITS, f"train.micro_batch_size={rows}")
+    train(2, tmp_path / "run", *at, overrides=sharded)
+    assert_same(undisturbed, tmp_path / "run")
+    assert read_starts(tmp_path / "run")[-1].micro_batch == {1: 16, 2: 16, 3: 2}[len(at)]
+
+
 def test_one_rank_without_others(tmp_path: Path) -> None:
     for name, at in (("whole", ()), ("again", ("2:0:0:3", "5:0:1:before"))):
         train(1, tmp_path / name, *at)
@@ -121,6 +145,9 @@ def test_thirty_random_places(tmp_path: Path, seed: int) -> None:
     steps = rng.sample(range(1, 7), 3)
     at = [f"{step}:{rng.randrange(ranks)}:0:{rng.choice(['before', 'after', *range(8)])}" for step in sorted(steps)]
     given = (f"precision={precision}", f"run.seed={seed}", f"train.deterministic={rng.choice(['true', 'false'])}")
+    if ranks > 1 and rng.random() < 0.5 and _HAS_RESET:
+        given += ("parallel=fsdp", UNITS)
+        at = [each if each[-1] in "0123er" else f"{each[:-1]}3" for each in at]  # it has four layers
     if precision == "fp16":
         given += ("precision.loss_scale.init=1024", "precision.loss_scale.growth_interval=2")
     train(ranks, tmp_path / "whole", overrides=given)
@@ -138,16 +165,21 @@ def test_thirty_random_places(tmp_path: Path, seed: int) -> None:
     ("overrides", "reason"),
     [
         (("train.max_memory_retries=0",), "train.max_memory_retries=0"),
-        (("parallel=fsdp",), "parallel=fsdp"),
+        (("parallel=fsdp",), "before torch 2.13"),
         (("model._target_=tests.toys.NormNet", "model.width=8"), "BatchNorm"),
         (("train.micro_batch_size=1", "train.global_batch_size=2"), "one row"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_message_says_why_the_step_is_not_done_again(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], overrides: tuple[str, ...], reason: str
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: tuple[str, ...],
+    reason: str,
 ) -> None:
-    ranks = 2 if "fsdp" in reason else 1
+    monkeypatch.setattr(memory_retry, "can_reset", lambda model: False)
+    ranks = 2 if "parallel=fsdp" in overrides else 1
     with pytest.raises(RanksFailed):
         train(ranks, tmp_path / "run", "2:0:0:before", overrides=overrides)
     shown = capfd.readouterr().err
