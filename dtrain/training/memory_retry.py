@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.loading.stream import StreamLoader
+from dtrain.data.order.randomness import seed_generators
 from dtrain.distributed.sharding import is_sharded
 from dtrain.precision import Precision
 from dtrain.training.checkpoint.state import TrainState
@@ -77,7 +78,11 @@ def free_memory(device: torch.device) -> None:
 
 @torch.no_grad()
 def rows_interact(task: Task, model: nn.Module, batch: Batch, precision: Precision, device: torch.device) -> bool:
-    """Whether the loss of some rows is not the sum of the losses of two halves of them, as in a contrastive task.
+    """Whether the loss of a row depends on the other rows of its micro-batch, as in a contrastive task.
+
+    It does not if the sum of the losses of some rows is that of their two halves. A task that draws random numbers, such as a
+    diffusion loss, draws others for the halves. So for such a task halves of two micro-batches of equal size are exchanged,
+    where each row keeps its place and its random numbers: the sum of both losses changes only if rows interact.
 
     Args:
         task: A copy of it is called.
@@ -90,17 +95,26 @@ def rows_interact(task: Task, model: nn.Module, batch: Batch, precision: Precisi
     if len(rows) < 2:
         return False
     was_training, half = model.training, len(rows) // 2
+    one, two = rows[:half], rows[half : 2 * half]
 
-    def loss(some: list[int]) -> float:
+    def loss(some: list[int], seed: int = 0) -> float:
+        seed_generators(device, seed)
         with precision.autocast(device.type):
             return float(run_task(copy_of_task(task), model, batch.chosen(some).to(device)).loss_sum)
 
     model.eval()
     try:
-        whole, parts = loss(rows), loss(rows[:half]) + loss(rows[half:])
+        whole = loss(one + two)
+        if _equal(whole, loss(one) + loss(two)):
+            return False
+        is_random = not _equal(whole, loss(one + two, seed=1))
+        return not (is_random and _equal(whole + loss(two + one), loss(one + one) + loss(two + two)))
     finally:
         model.train(was_training)
-    return not abs(whole - parts) <= _TOLERANCE * max(abs(whole), abs(parts), 1e-6)
+
+
+def _equal(one: float, other: float) -> bool:
+    return abs(one - other) <= _TOLERANCE * max(abs(one), abs(other), 1e-6)
 
 
 class MemoryRetries:
