@@ -339,11 +339,15 @@ def test_unused_parameters_are_named_with_the_key_that_allows_them() -> None:
 def test_unused_parameters_are_named_after_a_new_ddp_has_taken_the_place_of_the_first() -> None:
     def rank(number: int) -> str:
         models = [DistributedDataParallel(HalfUsed())]
-        with pytest.raises(UnusedParameters) as raised, unused_parameters_explained(lambda: models[-1]):
-            vars(models[0]).clear()  # as a step that is done again does
+
+        def step_again() -> None:
+            vars(models[0]).clear()
             models.append(DistributedDataParallel(HalfUsed()))
             models[-1](torch.ones(1, 1)).sum().backward()
             models[-1](torch.ones(1, 1))
+
+        with pytest.raises(UnusedParameters) as raised, unused_parameters_explained(lambda: models[-1]):
+            step_again()
         return str(raised.value)
 
     for message in run_ranks(2, rank):
