@@ -31,6 +31,7 @@ from dtrain.precision import Precision
 from dtrain.training.checkpoint.state import TrainState
 from dtrain.training.monitor.memory import OutOfMemory, is_out_of_memory
 from dtrain.training.setup.batchnorm import has_batchnorm
+from dtrain.training.setup.buffers import BufferGuard
 from dtrain.training.setup.model import is_compiled
 from dtrain.training.task import Task, copy_of_task, run_task
 from dtrain.training.unfinished import collectives_so_far
@@ -86,7 +87,7 @@ def rows_interact(task: Task, model: nn.Module, batch: Batch, precision: Precisi
 
     Args:
         task: A copy of it is called.
-        model: The bare model; it is in evaluation mode meanwhile.
+        model: The bare model, in training mode, where its own normalisation may use the whole batch. Buffers are restored.
         batch: Any micro-batch; a few of its valid rows are used.
         precision: Provides autocast.
         device: Of the model.
@@ -94,7 +95,7 @@ def rows_interact(task: Task, model: nn.Module, batch: Batch, precision: Precisi
     rows = batch.valid.nonzero().flatten().tolist()[:_TESTED_ROWS]
     if len(rows) < 2:
         return False
-    was_training, half = model.training, len(rows) // 2
+    half, buffers = len(rows) // 2, BufferGuard(model)
     one, two = rows[:half], rows[half : 2 * half]
 
     def loss(some: list[int], seed: int = 0) -> float:
@@ -102,7 +103,7 @@ def rows_interact(task: Task, model: nn.Module, batch: Batch, precision: Precisi
         with precision.autocast(device.type):
             return float(run_task(copy_of_task(task), model, batch.chosen(some).to(device)).loss_sum)
 
-    model.eval()
+    buffers.save()
     try:
         whole = loss(one + two)
         if _equal(whole, loss(one) + loss(two)):
@@ -110,7 +111,7 @@ def rows_interact(task: Task, model: nn.Module, batch: Batch, precision: Precisi
         is_random = not _equal(whole, loss(one + two, seed=1))
         return not (is_random and _equal(whole + loss(two + one), loss(one + one) + loss(two + two)))
     finally:
-        model.train(was_training)
+        buffers.restore(torch.ones((), dtype=torch.bool, device=device))
 
 
 def _equal(one: float, other: float) -> bool:

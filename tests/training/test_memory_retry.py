@@ -234,6 +234,18 @@ def test_a_loss_whose_rows_depend_on_each_other_is_noticed() -> None:
     assert model.training
 
 
+class OwnNorm(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0) if self.training else x
+
+
+def test_a_normalisation_over_the_batch_that_is_no_batchnorm_is_noticed_and_dropout_is_not() -> None:
+    columns = {"x": 3 * torch.randn(6, 3, generator=torch.Generator().manual_seed(0)), "y": torch.ones(6, 1)}
+    batch, precision = Batch(columns, list("abcdef"), torch.ones(6, dtype=torch.bool)), Precision("fp32")
+    assert rows_interact(squared_error, nn.Sequential(OwnNorm(), Net()), batch, precision, CPU)
+    assert not rows_interact(squared_error, nn.Sequential(nn.Dropout(0.5), Net()), batch, precision, CPU)
+
+
 def test_random_numbers_of_a_loss_are_not_taken_for_rows_that_depend_on_each_other() -> None:
     def denoise(model: nn.Module, batch: Batch) -> Output:
         noise = torch.randn(len(batch["x"]))
