@@ -159,7 +159,8 @@ def _show(error: Exception) -> None:
             text = "".join(trace.format()).replace(
                 _TRACEBACK, "Traceback of your code (DTRAIN_TRACEBACK=1 shows all of it):"
             )
-        first_line = ": ".join([f"dtrain: rank {launched_rank()} failed", *getattr(error, "__notes__", ())])
+        notes = [" ".join(str(note).split()) for note in getattr(error, "__notes__", ())]
+        first_line = ": ".join([f"dtrain: rank {launched_rank()} failed", *notes])
         _show_text(f"{first_line}\n{text.rstrip()}", True)
 
 
@@ -167,10 +168,11 @@ def _shorten(trace: traceback.TracebackException) -> bool:
     """Leaves the frames of the user's code, if there are any: those of dtrain and of installed packages hide them."""
     known = (f"{Path(__file__).parent}/", *site.getsitepackages(), sysconfig.get_path("stdlib"), "<")
     own = [frame for frame in trace.stack if not frame.filename.startswith(known)]
-    if own:
-        trace.stack[:] = own
     earlier = [_shorten(it) for it in (trace.__cause__, trace.__context__) if it is not None]
-    return bool(own) or any(earlier)
+    if own or any(earlier):  # an error that dtrain raised from one in a hook has no frame of the user
+        trace.stack[:] = own
+        return True
+    return False
 
 
 def _show_message(message: str) -> None:

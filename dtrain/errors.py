@@ -32,9 +32,9 @@ _URL_SECRET = re.compile(
     r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)|(?<=[?&])([\w-]*(?:sig|signature|token|key|secret|password)=)[^&\s'\"]+", re.I
 )
 # `name=value`, `"name": "value"`, and `Authorization: Basic value`. A number, a truth value or an interpolation is not a
-# secret.
+# secret. What stands before the end of a name is not matched: a search from each letter of a long word would be quadratic.
 _NAMED_SECRET = re.compile(
-    rf"""((?:[\w-]*{_SECRET_NAME}(?:=|["']\s?:\s?)|authorization:\s)\\?["']?(?:(?:basic|bearer|token)\s)?)"""
+    rf"""((?:{_SECRET_NAME}(?:=|["']\s?:\s?)|authorization:\s)\\?["']?(?:(?:basic|bearer|token)\s)?)"""
     r"""(?!(?:true|false|none|null|[-+\d.e]+|\$\{.*?|<hidden>.*?)(?:[\s"',;&})\]]|$))([^\s"',;&})\]\\]+)""",
     re.IGNORECASE,
 )

@@ -1,4 +1,4 @@
-"""Ranks whose memory is exhausted at given places of a step: a model with several buckets in DDP, and a hook."""
+"""Ranks whose memory is exhausted at given places of a step: models with several buckets in DDP, a task, and hooks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from dtrain.training.task import Output
 
 
 class Layers(nn.Sequential):
@@ -22,12 +24,49 @@ def _before(check: Callable[[Tensor], Tensor], module: nn.Module, grads: Any) ->
     check(grads[0])
 
 
+class SpoiltOnce(Layers):
+    """A buffer becomes NaN in the forward of one step."""
+
+    def __init__(self, classes: int = 10, width: int = 2048, forward: int = 1) -> None:
+        super().__init__(classes, width)
+        self.register_buffer("seen", torch.zeros(2))
+        self._left = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and torch.is_grad_enabled():
+            self._left -= 1
+            if self._left == 0:
+                self.seen: Tensor = self.seen + torch.nan
+        output = x
+        for layer in self:
+            output = layer(output)
+        return output
+
+
+def contrast(model: nn.Module, batch: Any) -> Output:
+    """Each row is to be most similar to itself, among the rows of its micro-batch."""
+    outputs = model(batch["image"])[batch.valid]
+    losses = nn.functional.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)), reduction="sum")
+    return Output(losses, batch.valid.sum())
+
+
+class EndsEarly:
+    """A hook that ends the run after a step."""
+
+    def __init__(self, after: int) -> None:
+        self._after = after
+
+    def on_step(self, run: Any, outcome: Any) -> None:
+        if outcome.step == self._after:
+            run.end_early("enough")
+
+
 class MemoryFaults:
     """A hook: raises ``MemoryError`` in windows of a run, each once.
 
     Args:
         at: ``step:rank:micro-batch:place`` each; a place is ``before`` or ``after`` the forward, or the number of the
-            parameter whose gradient is being computed.
+            parameter whose gradient is being computed; or ``error`` for a ``ValueError`` instead.
     """
 
     def __init__(self, at: Sequence[str]) -> None:
@@ -64,6 +103,8 @@ class MemoryFaults:
                 return task(model, batch)
             self._at.remove(fault)
             where = fault.removeprefix(now)
+            if where == "error":
+                raise ValueError("injected")
             if where == "before":
                 raise MemoryError("injected")
             output = task(model, batch)

@@ -6,6 +6,8 @@ import io
 import subprocess
 import sys
 from contextlib import suppress
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ import torch
 from dtrain.command_line import EXIT_FAILED, run
 from dtrain.config.compose import Composed
 from dtrain.errors import ConfigError, Explained, PeerFailed, add_note
+from dtrain.training.hook_calls import Hooks
 
 
 def test_a_character_that_the_terminal_lacks_does_not_end_the_run(monkeypatch) -> None:
@@ -81,18 +84,38 @@ def test_a_failure_begins_with_its_note_and_shows_the_frames_of_the_user_only(
         try:
             torch.nn.Linear(2, 3)(torch.ones(4, 5))
         except RuntimeError as error:
+            add_note(error, "of the\nuser")
             add_note(error, "task my.Task: RuntimeError: wrong shapes.")
             raise
 
     with pytest.raises(SystemExit):
         run(fails, ["experiment=digits"])
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == "dtrain: rank 0 failed: task my.Task: RuntimeError: wrong shapes."
+    assert lines[0] == "dtrain: rank 0 failed: of the user: task my.Task: RuntimeError: wrong shapes."
     files = [line for line in lines if line.startswith("  File ")]
     assert len(files) == 1
     assert "test_command_line.py" in files[0]
     assert "DTRAIN_TRACEBACK=1" in lines[1]
     assert "wrong shapes" not in "".join(lines[1:])
+
+
+def test_an_error_that_dtrain_raises_from_one_of_the_user_shows_no_frames_of_dtrain(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fails(composed: Composed) -> None:
+        def on_step(run: Any, outcome: Any) -> None:
+            raise KeyError("of the user")
+
+        run: Any = None
+        Hooks({"train.hooks[0]": SimpleNamespace(on_step=on_step)}).call("on_step", run, None)
+
+    with pytest.raises(SystemExit):
+        run(fails, ["experiment=digits"])
+    shown = capsys.readouterr().err
+    assert "HookFailed" in shown
+    assert "KeyError: 'of the user'" in shown
+    files = [line for line in shown.splitlines() if line.startswith("  File ")]
+    assert all("test_command_line.py" in line for line in files)
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,8 @@ def publish_failure(text: str) -> str | None:
         The published text of the first rank; None if the store does not answer.
     """
     try:
-        return group_store().call(lambda store: store.compare_set(FAILED, "", text)).decode()
+        sent = text.encode("utf-8", errors="replace").decode()  # a name of a file in it may not be valid text
+        return group_store().call(lambda store: store.compare_set(FAILED, "", sent)).decode()
     except StoreLost:
         return None
 

@@ -125,7 +125,7 @@ def examine(
         data = max(gather_values(rate.seconds, world)) * rows / world.size
         with out_of_memory_explained(
             lambda: 1,
-            rows=loader.rows_per_micro_batch,
+            rows=lambda: loader.rows_per_micro_batch,
             share=-(-rows // world.size),
             device=world.device,
             ranks=world.size,

@@ -241,7 +241,7 @@ def range_test(
     to_device, micro_batches = DeviceCopies(world.device), loader.micro_batches_per_step
     explained = out_of_memory_explained(
         lambda: step.step + 1,
-        rows=loader.rows_per_micro_batch,
+        rows=lambda: loader.rows_per_micro_batch,
         share=-(-cfg.train.global_batch_size // world.size),
         device=world.device,
         ranks=world.size,

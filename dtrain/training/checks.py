@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -122,8 +122,11 @@ class AveragedBackward:
 
 
 @contextmanager
-def unused_parameters_explained(model: nn.Module) -> Iterator[None]:
+def unused_parameters_explained(current: Callable[[], nn.Module]) -> Iterator[None]:
     """Names the parameters when DDP finds that a step has not used all of them; torch gives their numbers only.
+
+    Args:
+        current: Returns the model as the step calls it; a step that is done again has a new DDP.
 
     Raises:
         UnusedParameters: Instead of DDP's ``RuntimeError``.
@@ -131,6 +134,7 @@ def unused_parameters_explained(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        model = current()
         found = _UNUSED.search(str(error)) if isinstance(model, DistributedDataParallel) else None
         if found is None:
             raise

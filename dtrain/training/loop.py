@@ -155,7 +155,7 @@ class Loop:
         self._run_logger.status()
         epoch_ended = True  # no iterator is open
         try:
-            with self._out_of_memory_explained(), unused_parameters_explained(step.model):
+            with self._out_of_memory_explained(), unused_parameters_explained(lambda: step.model):
                 if self._run.forked:
                     self._save({}, final=True)  # resuming the fork needs nothing of the other run
                 if self._run.totals.evaluation_due:
@@ -172,6 +172,8 @@ class Loop:
                     except StepOutOfMemory:
                         self._begin_again()
                         epoch_ended = True
+                        if self._is_last():  # a hook has ended the run in the step before, which is now the last one
+                            self._evaluate_and_save(epoch_ended)
                 state, reason = self._end()
         except Exception as error:
             self._save_before_failing(error)
@@ -219,15 +221,22 @@ class Loop:
     def _begin_again(self) -> None:
         """Collective. Moves back to before the step that ran out of memory, with smaller micro-batches."""
         run = self._run
+        self._uncommit()  # first, because a line below may end the run, whose state is then saved
         run.step.begin_again(lambda bare: wrap(bare, run.cfg.parallel, run.world, run.cfg.train.deterministic))
-        run.train_loader.step_back(self._retries.next_rows(self._window.batch))
+        run.train_loader.divide(self._retries.next_rows(self._window.batch))
         self._metrics.follow_model()
-        run.totals.samples -= self._timing.used if self._timing is not None else 0
         self._sample_log.step_back(run.step.step)
         self._run_logger.other_micro_batches()
         if run.cfg.train.micro_batch_size == AUTO:
             remember(run)
-        self._timing, self._settles_at_once = None, run.world.size > 1
+        self._settles_at_once = run.world.size > 1
+
+    def _uncommit(self) -> None:
+        """Undoes ``_commit`` of a step that was not applied, because it ran out of memory."""
+        run = self._run
+        run.train_loader.step_back(run.train_loader.rows_per_micro_batch)
+        run.totals.samples -= self._timing.used if self._timing is not None else 0
+        self._timing = None
 
     @contextmanager
     def _not_to_be_saved(self) -> Iterator[None]:
@@ -242,7 +251,11 @@ class Loop:
         self._run.step.abandon()
         # Its record is not written, because that is collective. The count of consecutive skips continues.
         with suppress(TooManySkips, RuntimeError):
-            outcome = self._run.step.settle()
+            try:
+                outcome = self._run.step.settle()
+            except StepOutOfMemory:
+                self._uncommit()
+                return
             if outcome is not None and self._timing is not None:
                 self._metrics.add(outcome, self._timing)
                 self._run_logger.step(outcome)
@@ -269,7 +282,7 @@ class Loop:
                     f"failed-after-{run.step.step}", f"{frame.filename}:{frame.lineno} {sound}", run.world, _PATIENCE
                 )
                 sound &= said is not None and len({*said}) == 1
-            if sound:
+            if sound and saves.saved_step != run.step.step:  # the last step may have run out of memory
                 self._run_logger.write_steps()
                 saves.save_before_failing(self._evaluated if self._evaluated_step == run.step.step else {})
                 self._run_logger.note(f"saved after step {run.step.step}; the same command continues there")
@@ -533,7 +546,7 @@ class Loop:
         run = self._run
         return out_of_memory_explained(
             lambda: run.step.step + 1,
-            rows=run.train_loader.rows_per_micro_batch,
+            rows=lambda: run.train_loader.rows_per_micro_batch,
             share=-(-run.cfg.train.global_batch_size // run.world.size),
             device=run.world.device,
             ranks=run.world.size,

@@ -26,12 +26,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.loading.stream import StreamLoader
+from dtrain.data.order.randomness import seed_generators
 from dtrain.distributed.sharding import can_reset, is_sharded
 from dtrain.precision import Precision
 from dtrain.training.breakpoints import without_breakpoints
 from dtrain.training.checkpoint.state import TrainState
 from dtrain.training.monitor.memory import OutOfMemory, is_out_of_memory
 from dtrain.training.setup.batchnorm import calls_collectives, has_batchnorm
+from dtrain.training.setup.buffers import BufferGuard
 from dtrain.training.setup.model import is_compiled
 from dtrain.training.task import Task, copy_of_task, run_task
 from dtrain.training.unfinished import collectives_so_far
@@ -80,29 +82,43 @@ def free_memory(device: torch.device) -> None:
 
 @torch.no_grad()
 def rows_interact(task: Task, model: nn.Module, batch: Batch, precision: Precision, device: torch.device) -> bool:
-    """Whether the loss of some rows is not the sum of the losses of two halves of them, as in a contrastive task.
+    """Whether the loss of a row depends on the other rows of its micro-batch, as in a contrastive task.
+
+    It does not if the sum of the losses of some rows is that of their two halves. A task that draws random numbers, such as a
+    diffusion loss, draws others for the halves. So for such a task halves of two micro-batches of equal size are exchanged,
+    where each row keeps its place and its random numbers: the sum of both losses changes only if rows interact.
 
     Args:
         task: A copy of it is called.
-        model: The bare model; it is in evaluation mode meanwhile.
+        model: The bare model, in training mode, where its own normalisation may use the whole batch. Buffers are restored.
         batch: Any micro-batch; a few of its valid rows are used.
         precision: Provides autocast.
         device: Of the model.
     """
-    # Three calls in any case: with a sharded model each is a collective.
     rows = batch.valid.nonzero().flatten().tolist()[:_TESTED_ROWS] or [0]
-    was_training, half = model.training, len(rows) // 2
+    half, buffers = len(rows) // 2, BufferGuard(model)
+    one, two = (rows[:half], rows[half : 2 * half]) if half else (rows, rows)
 
-    def loss(some: list[int]) -> float:
+    def loss(some: list[int], seed: int = 0) -> float:
+        seed_generators(device, seed)
         with precision.autocast(device.type):
             return float(run_task(copy_of_task(task), model, batch.chosen(some).to(device)).loss_sum)
 
-    model.eval()
+    buffers.save()
     try:
-        whole, parts = loss(rows), loss(rows[:half] or rows) + loss(rows[half:])
+        # All of them in any case: with a sharded model each is a collective.
+        whole, parts, other = loss(one + two), loss(one) + loss(two), loss(one + two, seed=1)
+        exchanged, halves = whole + loss(two + one), loss(one + one) + loss(two + two)
     finally:
-        model.train(was_training)
-    return half > 0 and not abs(whole - parts) <= _TOLERANCE * max(abs(whole), abs(parts), 1e-6)
+        buffers.restore(torch.ones((), dtype=torch.bool, device=device))
+    if not half or _equal(whole, parts):
+        return False
+    is_random = not _equal(whole, other)
+    return not (is_random and _equal(exchanged, halves))
+
+
+def _equal(one: float, other: float) -> bool:
+    return abs(one - other) <= _TOLERANCE * max(abs(one), abs(other), 1e-6)
 
 
 class MemoryRetries:

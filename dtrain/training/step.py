@@ -406,7 +406,8 @@ class TrainStep:
             self._vote.overflow(norms) if not self._exhausted else torch.zeros_like(self._scale, dtype=torch.bool)
         )
         # A running statistic may become NaN in a forward whose loss and gradients are finite.
-        if (spoilt := self._buffers.not_finite()) is not None:
+        # Not of a rank without memory: an overflow would hide that from the vote.
+        if not self._exhausted and (spoilt := self._buffers.not_finite()) is not None:
             overflow = overflow | spoilt
 
         # -- vote. Stop and save requests are part of it, so all ranks receive them at the same step.

@@ -203,10 +203,8 @@ def run_task(task: Task, model: nn.Module, batch: Batch) -> Output:
         raise WrongOutput(f"task: {_name(task)}: {error}") from error
     except Exception as error:
         if not isinstance(error, Explained):
-            add_note(
-                error,
-                f"task {_name(task)}: {type(error).__name__}: {one_line(str(error))} The batch has {_shapes(batch)}.",
-            )
+            what = ": ".join([type(error).__name__, *([message] if (message := str(error).strip()) else [])])
+            add_note(error, f"task {_name(task)}: {one_line(what)} The batch has {_shapes(batch)}.")
         raise
 
 

@@ -78,6 +78,15 @@ def in_two_attempts(rank: int, attempt: object) -> list[object]:
     return results
 
 
+def test_a_failure_that_names_a_file_whose_name_is_no_text_is_published() -> None:
+    def rank(number: int) -> tuple[str | None, str | None]:
+        name = os.fsdecode(b"caf\xe9.tar")
+        with process_group(20):
+            return publish_failure(f"rank 0 failed: {name}"), published_failure()
+
+    assert run_ranks(1, rank, init=False) == [("rank 0 failed: caf?.tar",) * 2]
+
+
 def test_a_restarted_attempt_sees_nothing_of_the_one_before() -> None:
     def rank(number: int) -> list[object]:
         def attempt() -> object:

@@ -327,7 +327,7 @@ def test_unused_parameters_are_named_with_the_key_that_allows_them() -> None:
     def rank(number: int) -> str:
         model = DistributedDataParallel(HalfUsed())
         model(torch.ones(1, 1)).sum().backward()
-        with pytest.raises(UnusedParameters) as raised, unused_parameters_explained(model):
+        with pytest.raises(UnusedParameters) as raised, unused_parameters_explained(lambda: model):
             model(torch.ones(1, 1))
         return str(raised.value)
 
@@ -336,6 +336,24 @@ def test_unused_parameters_are_named_with_the_key_that_allows_them() -> None:
             assert part in message
 
 
+def test_unused_parameters_are_named_after_a_new_ddp_has_taken_the_place_of_the_first() -> None:
+    def rank(number: int) -> str:
+        models = [DistributedDataParallel(HalfUsed())]
+
+        def step_again() -> None:
+            vars(models[0]).clear()
+            models.append(DistributedDataParallel(HalfUsed()))
+            models[-1](torch.ones(1, 1)).sum().backward()
+            models[-1](torch.ones(1, 1))
+
+        with pytest.raises(UnusedParameters) as raised, unused_parameters_explained(lambda: models[-1]):
+            step_again()
+        return str(raised.value)
+
+    for message in run_ranks(2, rank):
+        assert "idle.weight, idle.bias" in message
+
+
 def test_other_errors_are_left_alone() -> None:
-    with pytest.raises(RuntimeError, match="of the model"), unused_parameters_explained(Net()):
+    with pytest.raises(RuntimeError, match="of the model"), unused_parameters_explained(Net):
         raise RuntimeError("of the model")

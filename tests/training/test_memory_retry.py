@@ -21,7 +21,7 @@ from dtrain.training.memory_retry import rows_interact, smaller
 from dtrain.training.task import Output
 from tests.ranks import RanksFailed
 from tests.toys import Net, squared_error
-from tests.whole_runs import metrics, records, status, torchrun, train_on
+from tests.whole_runs import metrics, records, status, torchrun, train_on, weights
 
 pytestmark = pytest.mark.usefixtures("digits")
 SMALL = (
@@ -33,8 +33,8 @@ _HAS_RESET = hasattr(FSDPModule, "reset_iter_state")
 needs_reset = pytest.mark.skipif(not _HAS_RESET, reason="a sharded model can be reset since torch 2.13")
 
 
-def train(ranks: int, run_dir: Path, *at: str, overrides: tuple[str, ...] = ()) -> None:
-    hook = f"train.hooks=[{{_target_: tests.memory_faults.MemoryFaults, at: {json.dumps(at)}}}]"
+def train(ranks: int, run_dir: Path, *at: str, overrides: tuple[str, ...] = (), hook: str = "") -> None:
+    hook = f"train.hooks=[{{_target_: tests.memory_faults.MemoryFaults, at: {json.dumps(at)}}}{hook}]"
     keys = {override.partition("=")[0] for override in overrides}
     if "parallel" in keys:
         keys.add("parallel.bucket_cap_mb")  # of DDP only
@@ -113,12 +113,16 @@ def test_one_rank_without_others(tmp_path: Path) -> None:
     assert retries(tmp_path / "again") == [(1, 32), (4, 16)]
 
 
+def keys_of(run_dir: Path, rank: int) -> list[dict[str, Any]]:
+    lines = (run_dir / "logs" / f"keys-rank-{rank:05d}.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
 def test_logged_samples_are_those_of_the_steps_that_count(tmp_path: Path) -> None:
     keys = {}
     for name, at in (("whole", ()), ("again", ("4:1:0:2",))):
         train(2, tmp_path / name, *at, overrides=("data.record_keys=true",))
-        lines = (tmp_path / name / "logs" / "keys-rank-00001.jsonl").read_text().splitlines()
-        keys[name] = [json.loads(line) for line in lines]
+        keys[name] = keys_of(tmp_path / name, 1)
     assert keys["whole"] == keys["again"]
 
 
@@ -144,7 +148,11 @@ def test_thirty_random_places(tmp_path: Path, seed: int) -> None:
     ranks, precision = rng.choice([1, 2, 3]), rng.choice(["fp32", "fp32", "fp16"])
     steps = rng.sample(range(1, 7), 3)
     at = [f"{step}:{rng.randrange(ranks)}:0:{rng.choice(['before', 'after', *range(8)])}" for step in sorted(steps)]
-    given = (f"precision={precision}", f"run.seed={seed}", f"train.deterministic={rng.choice(['true', 'false'])}")
+    given: tuple[str, ...] = (
+        f"precision={precision}",
+        f"run.seed={seed}",
+        f"train.deterministic={rng.choice(['true', 'false'])}",
+    )
     if ranks > 1 and rng.random() < 0.5 and _HAS_RESET:
         given += ("parallel=fsdp", UNITS)
         at = [each if each[-1] in "0123er" else f"{each[:-1]}3" for each in at]  # it has four layers
@@ -156,6 +164,52 @@ def test_thirty_random_places(tmp_path: Path, seed: int) -> None:
     scale = [record.get("train/loss_scale") for record in records(tmp_path / "whole")]
     assert [record.get("train/loss_scale") for record in records(tmp_path / "again")] == scale
     assert read_starts(tmp_path / "again")[-1].micro_batch < read_starts(tmp_path / "whole")[-1].micro_batch
+
+
+def test_a_run_that_a_hook_ends_before_such_a_step_is_evaluated_and_saved(tmp_path: Path) -> None:
+    hook = ", {_target_: tests.memory_faults.EndsEarly, after: 3}"
+    train(2, tmp_path / "run", "4:1:0:4", overrides=("train.eval_every=0",), hook=hook)
+    assert metrics(tmp_path / "run", "step") == [1, 2, 3, 3]
+    assert len(metrics(tmp_path / "run", "eval/loss")) == 1
+    assert status(tmp_path / "run")["state"] == "finished"
+    assert weights(tmp_path / "run", 3)
+
+
+def test_a_step_whose_forward_spoilt_a_buffer_before_memory_ran_out_is_done_again(tmp_path: Path) -> None:
+    forwards_before = 4  # a check of the task's loss makes three, and one counts operations
+    spoilt = ("model._target_=tests.memory_faults.SpoiltOnce", f"+model.forward={forwards_before + 3}")
+    train(2, tmp_path / "run", "3:1:0:after", overrides=spoilt)
+    assert status(tmp_path / "run")["state"] == "finished"
+    assert retries(tmp_path / "run") == [(2, 16)]
+
+
+# -- runs that end after such a step
+
+
+@pytest.mark.parametrize(
+    ("at", "task"),
+    [
+        (("3:1:0:4",), "tests.memory_faults.contrast"),  # the step cannot be done again
+        (("3:1:0:4", "4:0:0:error"), ""),  # an error before all ranks know
+    ],
+    ids=["refused", "error"],
+)
+def test_no_sample_is_lost_if_the_run_ends_with_an_error_and_continues(
+    tmp_path: Path, at: tuple[str, ...], task: str
+) -> None:
+    given: tuple[str, ...] = ("data.record_keys=true", "train.eval_every=0")
+    if task:
+        given += ("task._target_=hydra.utils.get_method", f"+task.path={task}")
+    train(2, tmp_path / "whole", overrides=given)
+    with pytest.raises(RanksFailed):
+        train(2, tmp_path / "again", *at, overrides=given)
+    assert status(tmp_path / "again")["step"] == 2
+    assert weights(tmp_path / "again", 2)
+    train(2, tmp_path / "again", overrides=given)
+    assert [keys_of(tmp_path / "again", rank) for rank in (0, 1)] == [
+        keys_of(tmp_path / "whole", rank) for rank in (0, 1)
+    ]
+    assert_same(tmp_path / "whole", tmp_path / "again")
 
 
 # -- where it cannot be done
@@ -192,7 +246,8 @@ def test_more_retries_than_allowed_end_the_run(tmp_path: Path, capfd: pytest.Cap
     with pytest.raises(RanksFailed):
         train(1, tmp_path / "run", "2:0:0:0", "3:0:0:0", overrides=("train.max_memory_retries=1",))
     shown = capfd.readouterr().err
-    assert "out of memory in step 3" in shown
+    assert "out of memory in step 3, with micro-batches of 32 rows" in shown
+    assert "train.micro_batch_size=16" in shown
     assert "train.max_memory_retries=1" in shown
 
 
@@ -209,6 +264,33 @@ def test_a_loss_whose_rows_depend_on_each_other_is_noticed() -> None:
     assert rows_interact(contrast, *arguments)
     assert not rows_interact(squared_error, *arguments)
     assert model.training
+
+
+class OwnNorm(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x - x.mean(0) if self.training else x
+
+
+def test_a_normalisation_over_the_batch_that_is_no_batchnorm_is_noticed_and_dropout_is_not() -> None:
+    columns = {"x": 3 * torch.randn(6, 3, generator=torch.Generator().manual_seed(0)), "y": torch.ones(6, 1)}
+    batch, precision = Batch(columns, list("abcdef"), torch.ones(6, dtype=torch.bool)), Precision("fp32")
+    assert rows_interact(squared_error, nn.Sequential(OwnNorm(), Net()), batch, precision, CPU)
+    assert not rows_interact(squared_error, nn.Sequential(nn.Dropout(0.5), Net()), batch, precision, CPU)
+
+
+def test_random_numbers_of_a_loss_are_not_taken_for_rows_that_depend_on_each_other() -> None:
+    def denoise(model: nn.Module, batch: Batch) -> Output:
+        noise = torch.randn(len(batch["x"]))
+        return Output((model(batch["x"]).flatten() - noise).square().sum(), batch.valid.sum())
+
+    def noisy_contrast(model: nn.Module, batch: Batch) -> Output:
+        outputs = model(batch["x"]).flatten() + 0.1 * torch.randn(len(batch["x"]))
+        return Output((outputs - outputs.mean()).square().sum(), batch.valid.sum())
+
+    columns = {"x": 3 * torch.randn(6, 3, generator=torch.Generator().manual_seed(0))}
+    batch, precision = Batch(columns, list("abcdef"), torch.ones(6, dtype=torch.bool)), Precision("fp32")
+    assert not rows_interact(denoise, Net(), batch, precision, CPU)
+    assert rows_interact(noisy_contrast, Net(), batch, precision, CPU)
 
 
 @pytest.mark.parametrize(

@@ -83,3 +83,11 @@ def test_an_error_in_a_task_names_the_task_and_the_shapes_of_its_batch() -> None
     assert note.startswith(f"task {__name__}.WrongShapes: RuntimeError: ")
     assert "\n" not in note
     assert note.endswith(". The batch has image: float32 [2, 3], label: int64 [2], caption: list.")
+
+
+def test_an_error_without_a_message_is_named_by_its_type() -> None:
+    def empty(model: Any, batch: Batch) -> Output:
+        raise ValueError
+
+    with pytest.raises(ValueError, match=r"\.empty: ValueError\. The batch has image"):
+        run_task(empty, torch.nn.Identity(), Batch({"image": torch.ones(2, 3)}, ["0", "1"], torch.ones(2)))

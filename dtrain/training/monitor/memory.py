@@ -29,7 +29,7 @@ class OutOfMemory(RuntimeError):
 def out_of_memory_explained(
     step: Callable[[], int],
     *,
-    rows: int,
+    rows: Callable[[], int],
     share: int,
     device: torch.device,
     ranks: int = 1,
@@ -40,7 +40,7 @@ def out_of_memory_explained(
 
     Args:
         step: Returns the current attempted step.
-        rows: Rows of a micro-batch.
+        rows: Returns the rows of a micro-batch.
         share: Rows of the global batch for each rank.
         device: The device of the step.
         ranks: Number of ranks.
@@ -63,12 +63,12 @@ def out_of_memory_explained(
                 f"{size_text(whole)} of parameters, gradients and optimizer state"
             )
         advice.append("more ranks")
-        if rows > 1:
-            smaller = next(size for size in range(rows - 1, 0, -1) if share % size == 0)
+        if (size_now := rows()) > 1:
+            smaller = next(size for size in range(size_now - 1, 0, -1) if share % size == 0)
             advice.insert(0, f"train.micro_batch_size={smaller}, which keeps the global batch and so the result")
         kept = f" It was not done again with smaller micro-batches: {reason}." if (reason := why_not()) else ""
         raise OutOfMemory(
-            f"out of memory in step {step()}, with micro-batches of {rows} rows on {_describe(device)}. Try "
+            f"out of memory in step {step()}, with micro-batches of {size_now} rows on {_describe(device)}. Try "
             f"{'; '.join(advice)}. `dtrain doctor memory ranks={ranks}` with the arguments of this run computes what "
             f"fits.{kept} {str(error).splitlines()[0] if str(error) else type(error).__name__}"
         ) from error

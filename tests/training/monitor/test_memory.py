@@ -28,7 +28,7 @@ def too_much_for_a_gpu() -> None:
 @pytest.mark.parametrize("fail", [too_much_for_this_machine, too_much_for_python, too_much_for_a_gpu])
 def test_out_of_memory_names_step_and_sizes_and_what_to_try(fail: object) -> None:
     assert callable(fail)
-    explained = out_of_memory_explained(lambda: 12, rows=32, share=96, device=CPU)
+    explained = out_of_memory_explained(lambda: 12, rows=lambda: 32, share=96, device=CPU)
     with pytest.raises(OutOfMemory) as raised, explained:
         fail()
     text = str(raised.value)
@@ -49,7 +49,7 @@ def test_what_ranks_could_share_is_said_and_the_command_that_computes_what_fits(
     whole = 4 * sum(parameter.nbytes for parameter in model.parameters()) + 2 * 4  # two counters of steps
     assert state_bytes(optimizer, model) == whole
     explained = out_of_memory_explained(
-        lambda: 1, rows=1, share=1, device=CPU, ranks=8, state=lambda: state_bytes(optimizer, model)
+        lambda: 1, rows=lambda: 1, share=1, device=CPU, ranks=8, state=lambda: state_bytes(optimizer, model)
     )
     with pytest.raises(OutOfMemory) as raised, explained:
         raise MemoryError
@@ -58,14 +58,17 @@ def test_what_ranks_could_share_is_said_and_the_command_that_computes_what_fits(
 
 
 def test_one_row_cannot_become_fewer() -> None:
-    with pytest.raises(OutOfMemory) as raised, out_of_memory_explained(lambda: 1, rows=1, share=4, device=CPU):
+    with pytest.raises(OutOfMemory) as raised, out_of_memory_explained(lambda: 1, rows=lambda: 1, share=4, device=CPU):
         raise MemoryError
     assert "micro_batch_size" not in str(raised.value)
 
 
 def test_other_errors_pass_as_they_are() -> None:
     for error in (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ValueError("a bug"), KeyboardInterrupt()):
-        with pytest.raises(type(error)) as raised, out_of_memory_explained(lambda: 1, rows=1, share=4, device=CPU):
+        with (
+            pytest.raises(type(error)) as raised,
+            out_of_memory_explained(lambda: 1, rows=lambda: 1, share=4, device=CPU),
+        ):
             raise error
         assert raised.value is error
 
