@@ -41,6 +41,7 @@ WITHOUT_EFFECT_ON_THE_RESULT = (
     *("train.log_every", "checkpoint.every_steps", "checkpoint.every_minutes"),
     *("checkpoint.keep_last", "checkpoint.keep_every"),
     *("data.num_workers", "data.prefetch", "data.start_method", "data.storage", "data.cache", "data.record_keys"),
+    *("data.grow", "data.grow_allow_removed"),  # a run that is refused because its data changed is resumed with them
     *("parallel.timeout_start", "parallel.timeout_step"),
 )
 CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"

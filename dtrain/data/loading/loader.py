@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from dtrain.data.loading.sample_log import BadSampleBudget, Limits
 from dtrain.data.loading.workers import MicroBatches, RankShare, WorkerOptions, WorkerStream, number_of_workers
 from dtrain.data.mixing import Mix
 from dtrain.data.order.epoch_order import DEFAULT_WINDOW, Layout, Recipe, choose_lanes
+from dtrain.data.order.growth import Growth, ShardList
 from dtrain.data.order.index import Index
 from dtrain.data.order.mixture_position import MixturePosition
 from dtrain.data.order.position import Position, Uses
@@ -70,6 +72,7 @@ class ShardLoader:
         transfer: How values travel to the device: fp16 overflow, memory format, features in fp32.
         workers: How the workers run: prefetching, start method, page-locked memory.
         policy: Which shards are read through the node cache, and its size. None: URLs and network file systems.
+        growth: What ``load_state_dict`` does if there are more or fewer shards than the state knows. By default it refuses.
 
     Attributes:
         source: Where samples come from.
@@ -119,7 +122,9 @@ class ShardLoader:
         transfer: TransferOptions = TransferOptions(),  # noqa: B008
         workers: WorkerOptions = WorkerOptions(),  # noqa: B008
         policy: CachePolicy | None = None,
+        growth: Growth = Growth(),  # noqa: B008
     ) -> None:
+        self._growth = growth
         self._share = RankShare.from_sizes(global_batch_size, micro_batch_size, rank, world_size)
         recipe = Recipe(seed, shuffle, DEFAULT_WINDOW if window is None else window, tail)
         if isinstance(shards, (Mixture, EvaluationSets)):
@@ -134,17 +139,29 @@ class ShardLoader:
         self._augment = augment
         self._mix = mix
         self._budget = BadSampleBudget(limits)
+        self._excluded_keys: tuple[str, ...] = ()
         self._excluded, self.excluded = np.zeros(0, np.int64), ""
         self._position: Position | MixturePosition
+        if not isinstance(self.source, ShardSource) and growth != Growth():
+            raise ValueError(
+                f"data.grow: only the shards of a single source can change, not {self.source.summary()}. Set data.grow=null "
+                "and data.grow_allow_removed=false."
+            )
         if isinstance(self.source, MixtureSource):
             if mix is not None:
                 self.source.check_mix(mix)
             self._position = self.source.position(recipe, global_batch_size, lanes, default_window=window is None)
         else:
             layout = Layout(global_batch_size, choose_lanes(global_batch_size, lanes, shuffle))
-            self._position = Position(
-                self.index, recipe, layout, default_window=window is None, default_lanes=lanes is None
+            self._new_position = partial(
+                Position,
+                recipe=recipe,
+                layout=layout,
+                default_window=window is None,
+                default_lanes=lanes is None,
+                growth=growth,
             )
+            self._position = self._new_position(self.index)
         self.steps_per_epoch = self._position.steps_per_epoch
         self.micro_batches_per_step = self._share.micro_batches_per_step
         self._names = tuple(self.samples_by_source())
@@ -295,13 +312,15 @@ class ShardLoader:
         Raises:
             ValueError: If the data have no such sample; names the first.
         """
+        removed = tuple(f"{name}/" for name in self.index.names_of_removed())
         try:
-            found = self.index.find_all(sorted(keys))  # by shard
+            found = self.index.find_all(sorted(key for key in keys if not key.startswith(removed)))  # by shard
         except KeyError as error:
             example = self.index.keys(np.zeros(1, np.int64))[0]
             raise ValueError(
                 f"{error.args[0]!r} is no sample of the training data. Keys look like {example}."
             ) from None
+        self._excluded_keys = tuple(keys)
         self._excluded, self.excluded = found, describe(keys)
         self._end_stream()
 
@@ -337,7 +356,8 @@ class ShardLoader:
         """Moves to the position that ``state`` describes.
 
         The current epoch is finished in the order in which it began. If the global batch size differs, the rest of it is
-        divided anew; every sample is still used once.
+        divided anew; every sample is still used once. Shards that the state does not know, and shards of the state that are
+        missing, are treated as ``growth`` says; ``data_changes`` names them.
 
         Raises:
             RuntimeError: If an iterator of this loader is open.
@@ -345,9 +365,60 @@ class ShardLoader:
         """
         if self._open_iterator() is not None:
             raise RuntimeError("load_state_dict: an iterator of this loader is open. Finish or delete it first.")
-        self._position.load_state_dict(state)
-        self._end_stream()
+        source, position = self._numbered_as(state, self._growth)
+        position.load_state_dict(state)
+        self._use(source, position)
         self._uncommitted = 0
+
+    def read_as(self, state: Mapping[str, Any]) -> None:
+        """Reads exactly the shards that a state knows, in the order of their numbers there, and begins at epoch 0.
+
+        For computations on the records of a run, whose shards may have grown since. Shards that are missing are known by their
+        names only.
+
+        Raises:
+            ValueError: If this data cannot be that of the state.
+        """
+        if "shards" in state:
+            known = ShardList.from_state(state["shards"])
+            self._use(*self._numbered_as(state, Growth("next_epoch", allow_removed=True), len(known.names)))
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether shards have joined or left since the run's first start; ``steps_in`` counts with the shards of that one."""
+        return isinstance(self._position, Position) and self._position.has_changed
+
+    @property
+    def data_changes(self) -> Sequence[str]:
+        """Sentences about the shards that joined or left when the state was loaded."""
+        return () if isinstance(self._position, MixturePosition) else self._position.changes
+
+    def _numbered_as(
+        self, state: Mapping[str, Any], growth: Growth, most: int | None = None
+    ) -> tuple[Source, Position | MixturePosition]:
+        """Source and position with the shards in the order of the state, as far as ``growth`` allows; at most ``most``."""
+        source, mine = self.source, self.index.shard_list
+        if mine is None or "shards" not in state or not isinstance(source, ShardSource):
+            return source, self._position
+        known = ShardList.from_state(state["shards"])
+        current = np.arange(len(mine.names))
+        present = np.setdiff1d(current, self.index.removed)
+        current[list(self.index.removed)] = -1
+        numbers = growth.numbering(known, mine.take(present), [shard for shard, _ in state.get("removed", [])])
+        if numbers is None:
+            return source, self._position
+        numbers = np.where(numbers < 0, -1, present[numbers])[:most]
+        if np.array_equal(numbers, current):
+            return source, self._position
+        source = source.numbered(numbers, known)
+        return source, self._new_position(source.index)
+
+    def _use(self, source: Source, position: Position | MixturePosition) -> None:
+        self.source, self._position = source, position
+        self.steps_per_epoch = position.steps_per_epoch
+        if self._excluded_keys:  # their numbers may have changed
+            self.exclude(self._excluded_keys)
+        self._end_stream()
 
     def close(self) -> None:
         """Ends the workers. The loader can be used again."""

@@ -21,7 +21,7 @@ import time
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
 
@@ -29,6 +29,7 @@ import numpy as np
 
 from dtrain.data.fields.decode import decode
 from dtrain.data.fields.field import DataError, Field, SampleError
+from dtrain.data.order.growth import ShardList
 from dtrain.data.shards.dataset_index import DatasetIndex
 from dtrain.data.shards.http_ranges import NoRanges
 from dtrain.data.shards.node_cache import CachedShard, CacheFull, CacheInUse, CachePolicy
@@ -104,6 +105,21 @@ class ShardSource(Source):
         source._check_json()
         return source
 
+    def numbered(self, numbers: np.ndarray, known: ShardList) -> ShardSource:
+        """This source with its shards in a different order; see ``Growth.numbering``.
+
+        Args:
+            numbers: The shard of each new number, -1 for one that was removed; int64, shape ``[shards]``.
+            known: The shards that a state knows: the first ones of the new order.
+        """
+        index, here = self.index, numbers[numbers >= 0]
+        paths = [index.shards[number] for number in here.tolist()]
+        built = DatasetIndex.build(paths, [field.ext for field in self.fields], policy=index.policy)
+        if len(here) < len(numbers):
+            every = known.followed_by(index.shard_list.take(numbers[len(known.names) :]))
+            built = built.with_removed(every, np.where(numbers < 0, -1, np.cumsum(numbers >= 0) - 1))
+        return replace(self, index=built)
+
     def _check_json(self) -> None:
         """Refuses json fields that none of some samples has: a wrong key would make all samples bad."""
         columns = [n for n, field in enumerate(self.fields) if field.kind == "json" and field.role is not None]
@@ -136,8 +152,10 @@ class ShardSource(Source):
 
     def summary(self) -> str:
         """``1,000 samples in 10 shards``."""
-        shards = len(self.index.shards)
-        return f"{self.index.num_samples:,} samples in {shards:,} {'shard' if shards == 1 else 'shards'}"
+        index = self.index
+        shards = len(index.shards) - len(index.removed)
+        samples = index.num_samples - int(index.counts[list(index.removed)].sum())
+        return f"{samples:,} samples in {shards:,} {'shard' if shards == 1 else 'shards'}"
 
 
 class ShardSampleReader(Reader):

@@ -68,6 +68,7 @@ class TrainState:
         class_names: The name of each label, if the data have a ``classes.json``.
         code: Git checkouts and their commits, for the checkpoints of rank 0.
         forked: Where this start has branched off, see ``Fork``; {} if it has not.
+        build_schedule: Builds the schedule again, after a change of the data; None for one that was passed in.
         hooks: The hooks whose states are saved and restored; None without hooks.
         media_sink: Called by ``log_media`` with step, name and content; set by ``RunLogger``.
         ended_early: The reason given to ``end_early``; None without.
@@ -84,6 +85,7 @@ class TrainState:
     class_names: list[str] | None = None
     code: dict[str, str] = field(default_factory=dict)
     forked: dict[str, Any] = field(default_factory=dict)
+    build_schedule: Callable[[], Callable[[int], float]] | None = None
     hooks: Stateful | None = None
     media_sink: Callable[[int, str, bytes | str], None] = field(default=lambda step, name, content: None, init=False)
     ended_early: str | None = field(default=None, init=False)
@@ -232,6 +234,7 @@ class TrainState:
         if with_data:
             with as_config_error("data"):
                 self.train_loader.load_state_dict(state["loader"])
+            self.rebuild_schedule()
         load_module(self.model, checkpoint.stored("model"), "the checkpoint")
         tensors = checkpoint.stored("optimizer")
         load_optimizer(self.optimizer, self.model, tensors, state["optimizer"], state["optimizer_groups"])
@@ -254,6 +257,11 @@ class TrainState:
         if self.hooks is not None:
             self.hooks.load_state_dict(state.get("hooks", {}))
 
+    def rebuild_schedule(self) -> None:
+        """Lays the schedule out for the data as they were at the run's first start, which the loader knows by now."""
+        if self.build_schedule is not None:
+            self.step.schedule = self.build_schedule()
+
     def begin_segment(self) -> dict[str, Any]:
         """The segment of the steps of this start, which is appended to ``segments`` if it does not continue the last one."""
         segment = {
@@ -265,10 +273,13 @@ class TrainState:
         if self.train_loader.excluded:
             segment["excluded"] = self.train_loader.excluded
 
-        def continues(last: dict[str, Any]) -> bool:
+        def identity(one: dict[str, Any]) -> str:
             keys = ("ranks", "micro_batch", "settings", "excluded")
-            # As text, because the deal of a mixture depends on the order of its sources.
-            return json.dumps([last.get(key) for key in keys]) == json.dumps([segment.get(key) for key in keys])
+            # As text, because the deal of a mixture depends on the order of its sources. The data may have grown.
+            return json.dumps([*(one.get(key) for key in keys), one.get("state", {}).get("data")])
+
+        def continues(last: dict[str, Any]) -> bool:
+            return identity(last) == identity(segment)
 
         earlier = [each for each in self.segments if each["step"] < self.step.step]
         self.segments = earlier if earlier and continues(earlier[-1]) else [*earlier, segment]
