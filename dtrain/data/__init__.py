@@ -18,6 +18,7 @@ from dtrain.data.loading.sample_log import Limits
 from dtrain.data.loading.shard_dataset import ShardDataset
 from dtrain.data.loading.stream import Stream
 from dtrain.data.loading.workers import WorkerOptions
+from dtrain.data.order.growth import Growth
 from dtrain.data.sources.datasets import Arrays, Generated
 from dtrain.data.sources.mixture import Mixture
 from dtrain.data.writer import write_shards
@@ -26,6 +27,7 @@ __all__ = [
     "Arrays",
     "Batch",
     "Generated",
+    "Growth",
     "Limits",
     "Mixture",
     "ShardDataset",

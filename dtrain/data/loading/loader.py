@@ -14,6 +14,7 @@ to the device and normalises images there.
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
@@ -133,7 +134,14 @@ class ShardLoader:
             self.source = shards
         else:
             parsed = parse_fields(fields or {})
-            self.source = ShardSource.build(shards, parsed, rank=rank, world_size=world_size, policy=policy)
+            self.source = ShardSource.build(
+                shards,
+                parsed,
+                rank=rank,
+                world_size=world_size,
+                policy=policy,
+                skip_unfinished=growth.when is not None,
+            )
         fields_sent = self.source.fields if mix is None else mix.fields(self.source.fields)
         self.transfer = Transfer(fields_sent, Precision.parse(precision), transfer)
         self._augment = augment
@@ -144,8 +152,8 @@ class ShardLoader:
         self._position: Position | MixturePosition
         if not isinstance(self.source, ShardSource) and growth != Growth():
             raise ValueError(
-                f"data.grow: only the shards of a single source can change, not {self.source.summary()}. Set data.grow=null "
-                "and data.grow_allow_removed=false."
+                "data.grow: only the shards of a single source can change, not a mixture or a dataset that is not in shards. "
+                "Set data.grow=null and data.grow_allow_removed=false."
             )
         if isinstance(self.source, MixtureSource):
             if mix is not None:
@@ -401,6 +409,12 @@ class ShardLoader:
         if mine is None or "shards" not in state or not isinstance(source, ShardSource):
             return source, self._position
         known = ShardList.from_state(state["shards"])
+        ends = {name.rpartition("/")[2] for name in known.names}
+        if cut_short := [path for path in source.waiting if os.path.basename(path) in ends]:
+            raise ValueError(
+                f"the shard {cut_short[0]} of this state ends without the end mark of a tar: it was cut short. Copy or write "
+                "it again."
+            )
         current = np.arange(len(mine.names))
         present = np.setdiff1d(current, self.index.removed)
         current[list(self.index.removed)] = -1

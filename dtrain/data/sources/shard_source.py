@@ -41,9 +41,11 @@ from dtrain.data.shards.shard_file import (
     ShardFile,
     Stamp,
     check_unchanged,
+    is_url,
     open_shard,
     redacted,
 )
+from dtrain.data.shards.tar import has_end_mark
 from dtrain.data.sources.source import Reader, Source
 
 #: Larger members are not read: a worker and the batch would each hold a copy.
@@ -71,10 +73,17 @@ Wanted = tuple[str, Stamp]
 
 @dataclass(frozen=True)
 class ShardSource(Source):
-    """Shards, and the members to read from each sample: one column of the index for each field."""
+    """Shards, and the members to read from each sample: one column of the index for each field.
+
+    Attributes:
+        index: The index of the shards.
+        fields: The fields.
+        waiting: Paths of shards without their end mark, which are not read.
+    """
 
     index: DatasetIndex
     fields: tuple[Field, ...]
+    waiting: tuple[str, ...] = ()
 
     @classmethod
     def build(
@@ -85,6 +94,7 @@ class ShardSource(Source):
         rank: int = 0,
         world_size: int = 1,
         policy: CachePolicy | None = None,
+        skip_unfinished: bool = False,
     ) -> ShardSource:
         """Finds and indexes shards.
 
@@ -94,14 +104,26 @@ class ShardSource(Source):
             rank: This process, in ``[0, world_size)``; ranks start indexing at different shards.
             world_size: Number of processes.
             policy: Which shards are read through the node cache; None: URLs and network file systems.
+            skip_unfinished: Leaves out local shards without their end mark, with a warning.
 
         Raises:
             ValueError: If a pattern matches nothing, a shard is damaged, or no sample read has the value of a json field.
             FileNotFoundError: If a named shard does not exist.
         """
         extensions = [field.ext for field in fields]
-        index = DatasetIndex.build(expand(shards), extensions, rank=rank, world_size=world_size, policy=policy)
-        source = cls(index, tuple(fields))
+        paths, waiting = expand(shards), []
+        if skip_unfinished:
+            finished = {path for path in paths if is_url(path) or has_end_mark(path)}
+            waiting = [path for path in paths if path not in finished]
+            paths = [path for path in paths if path in finished]
+            if waiting:
+                warnings.warn(
+                    f"{len(waiting)} of {len(paths) + len(waiting)} shards, such as {waiting[0]}, end without the end mark of "
+                    "a tar: they are still being written, or damaged. They wait for the next start.",
+                    stacklevel=2,
+                )
+        index = DatasetIndex.build(paths, extensions, rank=rank, world_size=world_size, policy=policy)
+        source = cls(index, tuple(fields), tuple(waiting))
         source._check_json()
         return source
 

@@ -320,7 +320,8 @@ def banner_rows(spec: RunSpec, run: TrainState, start: str, last_step: int) -> d
     # The schedule's own, which ``schedule.horizon`` may have set; a user's schedule may have none.
     horizon = getattr(run.step.schedule, "horizon", schedule_horizon(cfg.train, loader))
     first = loader.steps_in(1)
-    grown = f" (of the first start, with {first:,} an epoch)" if loader.has_changed else ""
+    typed = isinstance(cfg.schedule, Mapping) and cfg.schedule.get("horizon") is not None
+    grown = f" (of the first start, with {first:,} an epoch)" if loader.has_changed and not typed else ""
     fixed = fixed_shapes(run.model)
     cut = cut_short(run.step.schedule, cfg.train, loader, last_step)
     scaled = ", loss scaling" if run.precision.scales_gradients else ""

@@ -347,7 +347,14 @@ def _loader(
         if not random_offset:
             return ShardLoader(named, fields, policy=policy, **options)
         parsed = parse_fields(fields)
-        source = ShardSource.build(named, parsed, rank=world.rank, world_size=world.size, policy=policy)
+        source = ShardSource.build(
+            named,
+            parsed,
+            rank=world.rank,
+            world_size=world.size,
+            policy=policy,
+            skip_unfinished=data.grow is not None,
+        )
         return ShardLoader(RandomOffsetSource.from_shards(source), **options)
 
 
