@@ -89,7 +89,7 @@ def test_the_schedule_stays_as_it_was_laid_out_and_the_banner_says_so(
     capfd.readouterr()
     train(1, run_dir, shards, "train.global_batch_size=10", "data.grow=next_epoch")
     shown = capfd.readouterr().out
-    assert "1 new shard with 10 samples, from epoch 1 on" in shown
+    assert "new: 1 shard with 10 samples, joining at epoch 1" in shown
     assert "14 (5 an epoch), schedule over 12 (of the first start, with 4 an epoch)" in shown
     train(
         1,
@@ -100,7 +100,7 @@ def test_the_schedule_stays_as_it_was_laid_out_and_the_banner_says_so(
         "train.max_epochs=4",
         "schedule.horizon=300000",
     )
-    assert "schedule over 300,000\n" in capfd.readouterr().out
+    assert "schedule over 300,000, cut short" in capfd.readouterr().out
 
 
 def test_a_run_that_grew_continues_with_the_same_data_without_the_key(tmp_path: Path, shards: Path) -> None:
@@ -133,6 +133,20 @@ def test_changed_shards_are_refused_with_the_key_that_allows_them(
     assert "b2.tar is missing: data.grow_allow_removed=true" in shown
 
 
+def test_steps_of_which_all_samples_were_removed_change_nothing_and_do_not_end_the_run(
+    tmp_path: Path, shards: Path
+) -> None:
+    run_dir, kept = tmp_path / "run", keys_of(shards, "b0", "b3")
+    train(1, run_dir, shards, "data.shuffle=none", "train.global_batch_size=5", "train.max_steps=1")
+    (shards / "b1.tar").unlink()
+    (shards / "b2.tar").unlink()
+    train(2, run_dir, shards, "data.shuffle=none", "train.global_batch_size=5", "data.grow_allow_removed=true")
+    assert status(run_dir)["state"] == "finished"
+    steps = logged_steps(run_dir)
+    assert [step for step in range(1, 9) if not steps.get(step)] == [3, 4, 5, 6]
+    assert Counter(key for keys in steps.values() for key in keys) == Counter(dict.fromkeys(kept, 3))
+
+
 def test_samples_of_removed_shards_are_left_out_and_counted(
     tmp_path: Path, shards: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,6 +158,6 @@ def test_samples_of_removed_shards_are_left_out_and_counted(
     (shards / "b2.tar").unlink()
     capfd.readouterr()
     train(1, run_dir, shards, "train.global_batch_size=5", "data.grow_allow_removed=true")
-    assert f"2 removed shards with 20 samples, {20 - len(used)} of them left out" in capfd.readouterr().out
+    assert f"removed: 2 shards with 20 samples, {20 - len(used)} of them left out" in capfd.readouterr().out
     counts = Counter(key for keys in logged_steps(run_dir).values() for key in keys)
     assert counts == Counter(used) + Counter(dict.fromkeys(kept, 3))

@@ -2,6 +2,7 @@
 
 Files in reading order:
 
+* ``growth``: shards that join and leave between two starts.
 * ``index``: what the order knows of a source: its size and identity.
 * ``randomness``: seeding and permutations.
 * ``epoch_order``: from position to sample.

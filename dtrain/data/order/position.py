@@ -281,9 +281,9 @@ class Position:
         new = len(index.counts) - known
         if new:
             at = epoch + 1 if step and self._growth.when != "now" else epoch
-            when = f"the rest of epoch {epoch}" if at == epoch and step else f"epoch {at}"
+            where = f"the rest of epoch {epoch}" if at == epoch and step else f"at epoch {at}"
             samples = int(index.counts[known:].sum())
-            self.changes.append(f"{_counted(new, 'new shard')} with {samples:,} samples, from {when} on")
+            self.changes.append(f"new: {_counted(new, 'shard')} with {samples:,} samples, joining {where}")
         gone = [shard for shard in index.removed if shard not in self._removed and shard < known]
         if not gone or self._as_recorded:
             return
@@ -298,7 +298,7 @@ class Position:
         self._removed |= dict.fromkeys(gone, epoch if step else epoch - 1)
         samples = int(index.counts[gone].sum())
         left_out = f", {unused:,} of them left out of the rest of epoch {epoch}" if step else ""
-        self.changes.append(f"{_counted(len(gone), 'removed shard')} with {samples:,} samples{left_out}")
+        self.changes.append(f"removed: {_counted(len(gone), 'shard')} with {samples:,} samples{left_out}")
 
     def _check(self, state: Mapping[str, Any]) -> int:
         """Compares data and seed; returns how many shards the state knows."""

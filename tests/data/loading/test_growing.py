@@ -118,7 +118,7 @@ def test_a_shard_without_its_end_mark_waits_and_joins_when_it_is_written(folder:
     again = loader_on(folder, "now")
     again.load_state_dict(loader.state_dict())
     assert again.index.num_samples == 21
-    assert again.data_changes == ["1 new shard with 5 samples, from the rest of epoch 0 on"]
+    assert again.data_changes == ["new: 1 shard with 5 samples, joining the rest of epoch 0"]
 
 
 def test_a_known_shard_that_was_cut_short_is_refused_and_not_taken_for_a_removed_one(folder: Path) -> None:
