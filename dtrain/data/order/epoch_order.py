@@ -13,8 +13,8 @@
 
 A position goes through three maps: (step, slot) -> place on the current line -> place on the first lines -> sample::
 
-    _Cut.place        which place of the current line a slot draws at a step
-    _Cut.outer        the same place on the line before the last change, back to the line of its shards
+    Cut.place        which place of the current line a slot draws at a step
+    Cut.outer        the same place on the line before the last change, back to the line of its shards
     permute           the permutation within the shuffle window
 
 Nothing here reads the environment, a clock or a global generator. Therefore parent and workers compute the same order, and
@@ -26,12 +26,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from dtrain.data.order.cut import Cut
 from dtrain.data.order.randomness import hash64, permute, unpermute
 
 SHUFFLES = ("window", "full", "none")
@@ -146,11 +146,12 @@ class EpochOrder:
         # could be drawn a second time.
         self._lines = _Lines(counts, starts, recipe, epoch, self.layouts[0].lanes, ends)
         self.num_samples = self._lines.num_samples
-        self._cuts = [_Cut.whole(self._lines.samples_until(ends[0]), self.layouts[0])]
+        first, *later = [(it.global_batch_size, it.lanes, it.steps) for it in self.layouts]
+        self._cuts = [Cut.whole(*first, self._lines.samples_until(ends[0]))]
         # Each later layout cuts the rest of the layout before it, with the shards that join.
-        for layout, begin, end in zip(self.layouts[1:], ends, ends[1:], strict=False):
-            first = self._lines.samples_until(begin)
-            self._cuts.append(self._cuts[-1].rest(layout, first, self._lines.samples_until(end) - first))
+        for cut, begin, end in zip(later, ends, ends[1:], strict=False):
+            place = self._lines.samples_until(begin)
+            self._cuts.append(self._cuts[-1].rest(*cut, place, self._lines.samples_until(end) - place))
         self.first_step = sum(layout.steps for layout in self.layouts[:-1])
         self.num_steps = self.first_step + self._cuts[-1].num_steps(recipe.tail)
 
@@ -198,10 +199,10 @@ class EpochOrder:
             left = np.concatenate([left, joined])
             place = np.concatenate([cut.inner(place), cut.inner_of_joined(first_place[joined])])
             step, slot = cut.find(place)
-            used = step < (cut.num_steps(self.recipe.tail) if number == len(self._cuts) - 1 else cut.layout.steps)
+            used = step < (cut.num_steps(self.recipe.tail) if number == len(self._cuts) - 1 else cut.steps)
             steps[left[used]], slots[left[used]] = first + step[used], slot[used]
             left, place = left[~used], place[~used]
-            first += cut.layout.steps
+            first += cut.steps
         return steps, slots
 
     def partners(self, steps: np.ndarray | int, slots: np.ndarray) -> np.ndarray:
@@ -468,110 +469,6 @@ def permutation_key(recipe: Recipe, key: np.ndarray, start: np.ndarray) -> np.nd
 def lane_bounds(num_samples: int, lanes: int) -> np.ndarray:
     """First place of each of ``lanes`` equal pieces of a line, and the end, int64, shape ``[lanes + 1]``."""
     return np.arange(lanes + 1) * num_samples // lanes
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """A line, cut into lanes: the rest of the line before it, merged with the line of the shards that join, if any do.
-
-    At the beginning of an epoch nothing is before it, and all shards join.
-    """
-
-    layout: Layout
-    starts: np.ndarray  # where each piece of the rest starts on the previous line, int64, [pieces]
-    offsets: np.ndarray  # where each piece starts in the rest, and the end, int64, [pieces + 1]
-    first: int  # place on the first lines at which the line of the joined shards starts
-    joined: int  # samples of the shards that join
-
-    @classmethod
-    def whole(cls, num_samples: int, layout: Layout) -> _Cut:
-        return cls(layout, np.zeros(1, np.int64), np.zeros(2, np.int64), 0, num_samples)
-
-    def rest(self, layout: Layout, first: int, joined: int) -> _Cut:
-        """The line of what this layout's committed steps leave, the ends of all lanes concatenated, and of joined shards."""
-        bounds = self._bounds(np.arange(self.layout.lanes + 1))
-        starts = np.minimum(bounds[:-1] + self.layout.steps * self._per_lane, bounds[1:])
-        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(bounds[1:] - starts)])
-        return _Cut(layout, starts, offsets, first, joined)
-
-    @cached_property
-    def num_samples(self) -> int:
-        return int(self.offsets[-1]) + self.joined
-
-    @cached_property
-    def _per_lane(self) -> int:
-        return self.layout.global_batch_size // self.layout.lanes
-
-    def num_steps(self, tail: str) -> int:
-        batch = self.layout.global_batch_size
-        return self.num_samples // batch if tail == "drop" else -(-self.num_samples // batch)
-
-    def used(self, steps: int) -> int:
-        each = steps * self._per_lane
-        if each <= self.num_samples // self.layout.lanes:  # fast path for the usual case: no lane has ended
-            return each * self.layout.lanes
-        bounds = self._bounds(np.arange(self.layout.lanes + 1))
-        return int(np.minimum(np.diff(bounds), each).sum())
-
-    def place(self, steps: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Places on this line that slots draw at steps; -1 where the slot is masked or its lane has ended."""
-        lane = slots // self._per_lane
-        place = self._bounds(lane) + steps * self._per_lane + slots % self._per_lane
-        return np.where((slots >= 0) & (place < self._bounds(lane + 1)), place, -1)
-
-    def find(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The step, if there are enough of them, and the slot that draw places on this line."""
-        lane = np.searchsorted(self._bounds(np.arange(self.layout.lanes + 1)), place, side="right") - 1
-        step, in_lane = np.divmod(place - self._bounds(lane), self._per_lane)
-        return step, lane * self._per_lane + in_lane
-
-    def split(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Places of the rest, or of the first lines where a joined shard has the place; and where that is, bool."""
-        before = self._joined_before(place)
-        of_joined: np.ndarray = self._joined_before(place + 1) > before
-        return np.where(of_joined, self.first + before, place - before), of_joined
-
-    def joins(self, first_place: np.ndarray) -> np.ndarray:
-        """Whether these places on the first lines are of shards that join here, bool."""
-        joins: np.ndarray = (first_place >= self.first) & (first_place < self.first + self.joined)
-        return joins
-
-    def inner_of_joined(self, first_place: np.ndarray) -> np.ndarray:
-        """Places on this line of places on the first lines."""
-        if self.joined == self.num_samples:
-            return first_place - self.first
-        index = self._wide(first_place - self.first + 1)
-        place: np.ndarray = (-(-index * self.num_samples // self.joined) - 1).astype(np.int64)
-        return place
-
-    def inner(self, place: np.ndarray) -> np.ndarray:
-        """The inverse of ``outer``, and of ``split``: places on this line of places on the previous one that are left."""
-        piece = np.searchsorted(self.starts, place, side="right") - 1
-        rest: np.ndarray = self.offsets[piece] + place - self.starts[piece]
-        if not self.joined or not rest.size:
-            return rest
-        inner: np.ndarray = (self._wide(rest) * self.num_samples // int(self.offsets[-1])).astype(np.int64)
-        return inner
-
-    def outer(self, place: np.ndarray) -> np.ndarray:
-        """The places on the previous line of places of the rest."""
-        piece = np.searchsorted(self.offsets, place, side="right") - 1
-        outer: np.ndarray = self.starts[piece] + place - self.offsets[piece]
-        return outer
-
-    def _joined_before(self, place: np.ndarray) -> np.ndarray:
-        """Samples of joined shards before each place of the merged line: as many as keep the proportion, rounded down."""
-        if self.joined == self.num_samples:
-            return place
-        joined: np.ndarray = (self._wide(place) * self.joined // self.num_samples).astype(np.int64)
-        return joined
-
-    def _wide(self, values: np.ndarray) -> np.ndarray:
-        """Values that can be multiplied with a number of samples: of more than three billion as Python's integers."""
-        return values.astype(object) if self.num_samples >= 3_000_000_000 else values
-
-    def _bounds(self, lane: np.ndarray) -> np.ndarray:
-        return lane * self.num_samples // self.layout.lanes
 
 
 def check_bounds(name: str, values: np.ndarray, low: int, end: int) -> None:
