@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,6 +57,10 @@ class ShardList:
 
     def state_dict(self) -> dict[str, Any]:
         """Values that JSON can hold, about six bytes per shard if the names count up."""
+        return dict(self._packed)
+
+    @functools.cached_property
+    def _packed(self) -> dict[str, Any]:  # once, because each save asks for it
         runs = [[count, len(list(run))] for count, run in itertools.groupby(self.counts.tolist())]
         checks = base64.b64encode(self.checks.astype("<u4").tobytes()).decode()
         return {"names": _packed(self.names), "counts": runs, "checks": checks}

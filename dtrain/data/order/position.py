@@ -163,9 +163,8 @@ class Position:
         settings, state = segment["settings"], segment["state"]
         recipe = Recipe(self.recipe.seed, settings["shuffle"], settings["window"], settings["tail"])
         index = self._index
-        if index.shard_list is not None and "shards" in state:
+        if index.shard_list is not None and (known := state["data"].get("num_shards")) is not None:
             # The order of the segment is that of the shards that it knew.
-            known = len(ShardList.from_state(state["shards"]).names)
             index = index.head(known) if known < len(index.counts) else index
         layout = Layout(settings["global_batch_size"], settings["lanes"])
         position = Position(index, recipe, layout, growth=Growth(allow_removed=True))
@@ -342,6 +341,8 @@ class Position:
                 if index.removed or not head.difference(state["data"]):
                     return number
             remedy = self._growth.remedy(known, mine)
+        elif self._as_recorded and index.removed:
+            return len(index.counts)  # an earlier segment, whose list is the beginning of the list that was compared
         if difference := index.difference(state["data"]):
             remedy = f"{remedy} Or resume" if remedy else "Resume"
             raise ValueError(

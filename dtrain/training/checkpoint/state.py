@@ -282,8 +282,15 @@ class TrainState:
             return identity(last) == identity(segment)
 
         earlier = [each for each in self.segments if each["step"] < self.step.step]
-        self.segments = earlier if earlier and continues(earlier[-1]) else [*earlier, segment]
+        every = earlier if earlier and continues(earlier[-1]) else [*earlier, segment]
+        self.segments = [*map(_without_shards, every[:-1]), every[-1]]
         return segment
+
+
+def _without_shards(segment: dict[str, Any]) -> dict[str, Any]:
+    """A segment without its list of shards, which is the beginning of the list of the last segment."""
+    state = {key: value for key, value in segment.get("state", {}).items() if key != "shards"}
+    return segment | ({"state": state} if state else {})
 
 
 @dataclass
