@@ -15,6 +15,7 @@ to the device and normalises images there.
 from __future__ import annotations
 
 import os
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
@@ -321,6 +322,10 @@ class ShardLoader:
             ValueError: If the data have no such sample; names the first.
         """
         removed = tuple(f"{name}/" for name in self.index.names_of_removed())
+        if self._growth.allow_removed and (gone := [key for key in keys if not self.index.find(key).size]):
+            removed = (*removed, *gone)
+            if not self.index.removed:  # else it was said before the state was loaded
+                warnings.warn(f"{len(gone)} excluded keys such as {gone[0]} are in no shard.", stacklevel=2)
         try:
             found = self.index.find_all(sorted(key for key in keys if not key.startswith(removed)))  # by shard
         except KeyError as error:

@@ -2,8 +2,8 @@
 
 A *cut* is a line of places with its lanes. At the beginning of an epoch its line is the line of all shards. After a change it
 is the *rest* of the cut before, that is the uncommitted ends of all its lanes, merged with the line of the shards that join.
-Between the merged line and its two parts there is simple arithmetic in both directions: of the first *p* places,
-``p * joined // num_samples`` are of joined shards.
+Between a lane of the merged line and its two parts there is simple arithmetic in both directions: of its first *p* places,
+``(p * joined + phase) // length`` are of joined shards.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-# Products of two numbers of samples above this one may not fit into 64 bits.
+# Products of two numbers of samples of a lane from this one on may not fit into 64 bits.
 _MOST_IN_INT64 = 3_000_000_000
 
 
@@ -79,9 +79,15 @@ class Cut:
 
     def split(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Places of the rest, or of the first lines where a joined shard has the place; and where that is, bool."""
-        before = self._joined_before(place)
-        of_joined: np.ndarray = self._joined_before(place + 1) > before
-        return np.where(of_joined, self.first + before, place - before), of_joined
+        if self.joined == self.num_samples:
+            return self.first + place, np.ones(place.shape, bool)
+        lane, in_lane = self._in_lanes(place, self._ends)
+        length, joined, phase = self._turns(lane)
+        before = (self._wide(in_lane) * joined + phase) // length
+        of_joined: np.ndarray = (self._wide(in_lane + 1) * joined + phase) // length > before
+        before = before.astype(np.int64)
+        rest = self._rest_ends[lane] + in_lane - before
+        return np.where(of_joined, self.first + self._joined_ends[lane] + before, rest), of_joined.astype(bool)
 
     def joins(self, first_place: np.ndarray) -> np.ndarray:
         """Whether these places on the first lines are of shards that join here, bool."""
@@ -92,8 +98,10 @@ class Cut:
         """Places on this line of places on the first lines."""
         if self.joined == self.num_samples:
             return first_place - self.first
-        index = self._wide(first_place - self.first + 1)
-        place: np.ndarray = (-(-index * self.num_samples // self.joined) - 1).astype(np.int64)
+        lane, index = self._in_lanes(first_place - self.first, self._joined_ends)
+        length, joined, phase = self._turns(lane)
+        in_lane = -((phase - self._wide(index + 1) * length) // joined) - 1
+        place: np.ndarray = self._ends[lane] + in_lane.astype(np.int64)
         return place
 
     def inner(self, place: np.ndarray) -> np.ndarray:
@@ -102,7 +110,10 @@ class Cut:
         rest: np.ndarray = self.offsets[piece] + place - self.starts[piece]
         if not self.joined or not rest.size:
             return rest
-        inner: np.ndarray = (self._wide(rest) * self.num_samples // int(self.offsets[-1])).astype(np.int64)
+        lane, index = self._in_lanes(rest, self._rest_ends)
+        length, joined, phase = self._turns(lane)
+        in_lane = (self._wide(index) * length + phase) // (length - joined)
+        inner: np.ndarray = self._ends[lane] + in_lane.astype(np.int64)
         return inner
 
     def outer(self, place: np.ndarray) -> np.ndarray:
@@ -111,16 +122,42 @@ class Cut:
         outer: np.ndarray = self.starts[piece] + place - self.offsets[piece]
         return outer
 
-    def _joined_before(self, place: np.ndarray) -> np.ndarray:
-        """Samples of joined shards before each place of the merged line: as many as keep the proportion, rounded down."""
-        if self.joined == self.num_samples:
-            return place
-        joined: np.ndarray = (self._wide(place) * self.joined // self.num_samples).astype(np.int64)
-        return joined
+    @cached_property
+    def _ends(self) -> np.ndarray:
+        """Where each lane starts on this line, and the end, int64, shape ``[lanes + 1]``."""
+        return self._bounds(np.arange(self.lanes + 1))
+
+    @cached_property
+    def _joined_ends(self) -> np.ndarray:
+        """The same on the line of the joined shards: in proportion."""
+        ends: np.ndarray = (self._ends.astype(object) * self.joined // self.num_samples).astype(np.int64)
+        return ends
+
+    @cached_property
+    def _rest_ends(self) -> np.ndarray:
+        """The same on the rest."""
+        ends: np.ndarray = self._ends - self._joined_ends
+        return ends
+
+    def _in_lanes(self, place: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The lane of each place, and the place in it; the last of several lanes that start at one place has it."""
+        lane = np.searchsorted(ends, place, side="right") - 1
+        return lane, place - ends[lane]
+
+    def _turns(self, lane: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Places of lanes, how many of them are of joined shards, and the phase in which these take turns with the rest.
+
+        The phases of neighbouring lanes are far from each other (multiples of the golden ratio), so that a step, and the part
+        of a rank in it, has samples of both in proportion.
+        """
+        length, joined = np.diff(self._ends), np.diff(self._joined_ends)
+        golden = np.arange(self.lanes) * 0x9E3779B1 % 2**32
+        phase = (length.astype(object) * golden // 2**32).astype(np.int64)
+        return self._wide(length[lane]), self._wide(joined[lane]), self._wide(phase[lane])
 
     def _wide(self, values: np.ndarray) -> np.ndarray:
-        """Values that can be multiplied with a number of samples: of a very long line as Python's integers."""
-        return values.astype(object) if self.num_samples > _MOST_IN_INT64 else values
+        """Values whose products fit: of very long lanes Python's integers."""
+        return values.astype(object) if self.num_samples // self.lanes >= _MOST_IN_INT64 else values
 
     def _bounds(self, lane: np.ndarray) -> np.ndarray:
         return lane * self.num_samples // self.lanes

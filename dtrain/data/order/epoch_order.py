@@ -246,7 +246,7 @@ class EpochOrder:
     def _first_places(self, place: np.ndarray) -> np.ndarray:
         """The places on the first lines of places on the last one."""
         found, rows = np.empty_like(place), np.arange(len(place))
-        for cut in reversed(self._cuts):
+        for cut in self._cuts[:0:-1]:  # the line of the first cut is the first line
             if cut.joined:
                 place, of_joined = cut.split(place)
                 found[rows[of_joined]] = place[of_joined]

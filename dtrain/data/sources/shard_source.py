@@ -41,7 +41,6 @@ from dtrain.data.shards.shard_file import (
     ShardFile,
     Stamp,
     check_unchanged,
-    is_url,
     open_shard,
     redacted,
 )
@@ -113,7 +112,7 @@ class ShardSource(Source):
         extensions = [field.ext for field in fields]
         paths, waiting = expand(shards), []
         if skip_unfinished:
-            finished = {path for path in paths if is_url(path) or has_end_mark(path)}
+            finished = {path for path in paths if not os.path.isfile(path) or has_end_mark(path)}
             waiting = [path for path in paths if path not in finished]
             paths = [path for path in paths if path in finished]
             if waiting:

@@ -174,6 +174,17 @@ def test_samples_that_are_excluded_stay_so_when_numbers_change(folder: Path) -> 
     assert keys.count("b0.tar/03") == 0
 
 
+def test_excluded_samples_may_be_in_shards_that_were_removed(folder: Path) -> None:
+    state = state_after_a_step(folder)
+    (folder / "b1.tar").unlink()
+    loader = loader_on(folder, None, True)
+    with pytest.warns(UserWarning, match=r"1 excluded keys such as b1\.tar/03"):
+        loader.exclude(["b0.tar/02", "b1.tar/03"])
+    loader.load_state_dict(state)
+    keys = [key for batch in loader.epoch(1) for key in valid_keys([batch])]
+    assert sorted(keys) == [f"b0.tar/{number:02}" for number in range(8) if number != 2]
+
+
 def test_an_impossible_value_and_sources_that_cannot_grow_are_refused(folder: Path) -> None:
     with refused(ValueError, "data.grow", "'later'", "next_epoch or now"):
         Growth("later")
