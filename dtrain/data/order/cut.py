@@ -3,7 +3,7 @@
 A *cut* is a line of places with its lanes. At the beginning of an epoch its line is the line of all shards. After a change it
 is the *rest* of the cut before, that is the uncommitted ends of all its lanes, merged with the line of the shards that join.
 Between a lane of the merged line and its two parts there is simple arithmetic in both directions: of its first *p* places,
-``(p * joined + phase) // length`` are of joined shards.
+``(p * joined + phase) // num_samples`` are of joined shards.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from functools import cached_property
 
 import numpy as np
 
-# Products of two numbers of samples of a lane from this one on may not fit into 64 bits.
-_MOST_IN_INT64 = 3_000_000_000
+_END_OF_INT64 = 2**62
 
 
 @dataclass(frozen=True)
@@ -79,15 +78,11 @@ class Cut:
 
     def split(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Places of the rest, or of the first lines where a joined shard has the place; and where that is, bool."""
-        if self.joined == self.num_samples:
-            return self.first + place, np.ones(place.shape, bool)
         lane, in_lane = self._in_lanes(place, self._ends)
-        length, joined, phase = self._turns(lane)
-        before = (self._wide(in_lane) * joined + phase) // length
-        of_joined: np.ndarray = (self._wide(in_lane + 1) * joined + phase) // length > before
-        before = before.astype(np.int64)
+        before = self._joined_before(lane, in_lane)
+        of_joined: np.ndarray = self._joined_before(lane, in_lane + 1) > before
         rest = self._rest_ends[lane] + in_lane - before
-        return np.where(of_joined, self.first + self._joined_ends[lane] + before, rest), of_joined.astype(bool)
+        return np.where(of_joined, self.first + self._joined_ends[lane] + before, rest), of_joined
 
     def joins(self, first_place: np.ndarray) -> np.ndarray:
         """Whether these places on the first lines are of shards that join here, bool."""
@@ -99,8 +94,7 @@ class Cut:
         if self.joined == self.num_samples:
             return first_place - self.first
         lane, index = self._in_lanes(first_place - self.first, self._joined_ends)
-        length, joined, phase = self._turns(lane)
-        in_lane = -((phase - self._wide(index + 1) * length) // joined) - 1
+        in_lane = -((self._phases[lane] - self._wide(index + 1) * self.num_samples) // self.joined) - 1
         place: np.ndarray = self._ends[lane] + in_lane.astype(np.int64)
         return place
 
@@ -111,8 +105,7 @@ class Cut:
         if not self.joined or not rest.size:
             return rest
         lane, index = self._in_lanes(rest, self._rest_ends)
-        length, joined, phase = self._turns(lane)
-        in_lane = (self._wide(index) * length + phase) // (length - joined)
+        in_lane = (self._wide(index) * self.num_samples + self._phases[lane]) // (self.num_samples - self.joined)
         inner: np.ndarray = self._ends[lane] + in_lane.astype(np.int64)
         return inner
 
@@ -129,9 +122,9 @@ class Cut:
 
     @cached_property
     def _joined_ends(self) -> np.ndarray:
-        """The same on the line of the joined shards: in proportion."""
-        ends: np.ndarray = (self._ends.astype(object) * self.joined // self.num_samples).astype(np.int64)
-        return ends
+        """The same on the line of the joined shards."""
+        lanes = np.arange(self.lanes)
+        return np.concatenate([np.zeros(1, np.int64), np.cumsum(self._joined_before(lanes, np.diff(self._ends)))])
 
     @cached_property
     def _rest_ends(self) -> np.ndarray:
@@ -144,20 +137,36 @@ class Cut:
         lane = np.searchsorted(ends, place, side="right") - 1
         return lane, place - ends[lane]
 
-    def _turns(self, lane: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Places of lanes, how many of them are of joined shards, and the phase in which these take turns with the rest.
+    def _joined_before(self, lane: np.ndarray, in_lane: np.ndarray) -> np.ndarray:
+        """Samples of joined shards before places of lanes."""
+        before = (self._wide(in_lane) * self.joined + self._phases[lane]) // self.num_samples
+        whole: np.ndarray = before.astype(np.int64)
+        return whole
 
-        The phases of neighbouring lanes are far from each other (multiples of the golden ratio), so that a step, and the part
-        of a rank in it, has samples of both in proportion.
+    @cached_property
+    def _phases(self) -> np.ndarray:
+        """For each lane, by how much its turns are ahead, in ``[0, num_samples)``.
+
+        The phases are the multiples of ``num_samples / lanes``, each once. So all lanes together have
+        ``floor(steps * per_step * joined / num_samples)`` samples of joined shards before a step (Hermite's identity), if they
+        are equally long. The order of the phases, by multiples of the golden ratio, spreads them over the lanes of each rank.
         """
-        length, joined = np.diff(self._ends), np.diff(self._joined_ends)
-        golden = np.arange(self.lanes) * 0x9E3779B1 % 2**32
-        phase = (length.astype(object) * golden // 2**32).astype(np.int64)
-        return self._wide(length[lane]), self._wide(joined[lane]), self._wide(phase[lane])
+        total = self.num_samples
+        order = np.argsort(np.argsort(np.arange(self.lanes) * 0x9E3779B1 % 2**32))
+        phases = [rank * total // self.lanes for rank in order.tolist()]
+        # Lanes may differ by one place. Those nearest to one more joined sample get one, until there are as many as join.
+        parts = [divmod(length * self.joined, total) for length in np.diff(self._ends).tolist()]
+        more = self.joined - sum(whole for whole, _ in parts)
+        nearest = sorted(range(self.lanes), key=lambda lane: -(phases[lane] + parts[lane][1]) if parts[lane][1] else 1)
+        for number, lane in enumerate(nearest):
+            threshold = total - parts[lane][1]
+            phases[lane] = max(phases[lane], threshold) if number < more else min(phases[lane], threshold - 1)
+        return self._wide(np.array(phases, np.int64))
 
     def _wide(self, values: np.ndarray) -> np.ndarray:
-        """Values whose products fit: of very long lanes Python's integers."""
-        return values.astype(object) if self.num_samples // self.lanes >= _MOST_IN_INT64 else values
+        """Values that can be multiplied with a number of samples: of very long lanes as Python's integers."""
+        is_long = (self.num_samples // self.lanes + 2) * self.num_samples >= _END_OF_INT64
+        return values.astype(object) if is_long else values
 
     def _bounds(self, lane: np.ndarray) -> np.ndarray:
         return lane * self.num_samples // self.lanes

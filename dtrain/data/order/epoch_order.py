@@ -8,8 +8,8 @@
 * A *layout* is (G, K, committed steps): how a part of the epoch was cut into lanes. If G changes in the middle of an epoch,
   the uncommitted ends of all lanes are concatenated to a shorter line, and the next layout cuts this line into lanes. A
   checkpoint stores the list of layouts.
-* *Shards that join* in the middle of an epoch form a line of their own. It is merged evenly with the rest of the line before:
-  any stretch of the merged line has samples of both in proportion to their lengths, to within one sample.
+* *Shards that join* in the middle of an epoch form a line of their own. It is merged evenly with the rest of the line before
+  (``cut``), so that every step has samples of both in proportion to their lengths.
 
 A position goes through three maps: (step, slot) -> place on the current line -> place on the first lines -> sample::
 

@@ -216,6 +216,26 @@ def test_new_samples_are_drawn_in_proportion_to_what_is_left() -> None:
     assert (position.epoch, position.step) == (1, 0)
 
 
+@settings(deadline=None, max_examples=40)
+@given(
+    batch=st.sampled_from([(8, 8), (64, 64), (60, 20), (64, 1), (48, 16)]),
+    counts=st.lists(st.integers(30, 90), min_size=4, max_size=40),
+    data=st.data(),
+)
+def test_every_step_has_its_share_of_new_samples(
+    batch: tuple[int, int], counts: list[int], data: st.DataObject
+) -> None:
+    size, lanes = batch
+    old = data.draw(st.integers(2, len(counts) - 1))
+    before = data.draw(st.integers(0, sum(counts[:old]) // size))
+    order = EpochOrder(np.array(counts), Recipe(0), 0, [Layout(size, lanes, before, old), Layout(size, lanes)])
+    share = sum(counts[old:]) / (sum(counts) - min(before * size, sum(counts[:old])))
+    drawn = 0
+    for step in range(before, order.num_steps - 2):
+        drawn += int(np.count_nonzero(order.locate(step, np.arange(size)) >= sum(counts[:old])))
+        assert abs(drawn - (step + 1 - before) * size * share) < 4
+
+
 def test_with_next_epoch_the_current_one_ends_as_if_nothing_had_grown() -> None:
     whole, index = start({"b.tar": 24}, None, Growth(), 4)
     steps = [next_step(whole, index) for _ in range(6)]
@@ -260,8 +280,8 @@ def test_a_start_that_used_nothing_leaves_no_trace() -> None:
 
 def test_very_long_lines_are_merged_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
-    for most in (3_000_000_000, 0):
-        monkeypatch.setattr(cut, "_MOST_IN_INT64", most)
+    for end in (2**62, 0):
+        monkeypatch.setattr(cut, "_END_OF_INT64", end)
         position, index = grown(1, "now", new=7)
         found = [each.tolist() for each in position.order.find(np.arange(31))]
         steps.append((found, [next_step(position, index) for _ in range(position.steps_left)]))
