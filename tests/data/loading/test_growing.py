@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from dtrain.data import Growth, Mixture, ShardLoader
+from dtrain.data import Growth, Mixture, ShardLoader, WorkerOptions
+from dtrain.data.shards import dataset_index
 from tests.data.order.growing import Promise, Sample
 from tests.refusals import refused
 from tests.shards import LABEL, close, make_ranks, valid_keys, write_tar
@@ -191,3 +192,19 @@ def test_an_impossible_value_and_sources_that_cannot_grow_are_refused(folder: Pa
     mixture = Mixture({"one": str(folder / "*.tar")})
     with refused(ValueError, "data.grow", "single source", "data.grow=null"):
         ShardLoader(mixture, LABEL, global_batch_size=4, num_workers=0, growth=Growth("now"))
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_workers_of_another_process_know_the_removed_shards(
+    folder: Path, mapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mapped:
+        monkeypatch.setattr(dataset_index, "MAPPED_ABOVE", 0)
+    state = state_after_a_step(folder)
+    write(folder, "a.tar", 5)
+    (folder / "b0.tar").unlink()
+    loader = loader_on(folder, "now", True, num_workers=1, workers=WorkerOptions(start_method="spawn"))
+    loader.load_state_dict(state)
+    keys = [key for batch in loader.epoch(1) for key in valid_keys([batch])]
+    loader.close()
+    assert sorted(keys) == [f"{name}/{n:02}" for name, size in (("a.tar", 5), ("b1.tar", 8)) for n in range(size)]
