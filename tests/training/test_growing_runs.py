@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.fault_hook import faulty
+from dtrain.runs.starts import read_starts
 from tests.ranks import RanksFailed
+from tests.refusals import assert_refused
 from tests.replay.replays import assert_trace_is_the_log, replay_on
 from tests.shards import npy, stored_keys, vector, write_tar
 from tests.whole_runs import status, train_on
@@ -161,3 +163,45 @@ def test_samples_of_removed_shards_are_left_out_and_counted(
     assert f"removed: 2 shards with 20 samples, {20 - len(used)} of them left out" in capfd.readouterr().out
     counts = Counter(key for keys in logged_steps(run_dir).values() for key in keys)
     assert counts == Counter(used) + Counter(dict.fromkeys(kept, 3))
+
+
+def test_damaged_shards_and_lack_of_memory_in_a_run_that_grows(
+    tmp_path: Path, shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, skip = tmp_path / "run", ("data.bad_shards=skip", "data.max_bad_shards=1", "data.grow=now")
+    write_shard(shards, "b4", 40)
+    whole = (shards / "b4.tar").read_bytes()
+    (shards / "b4.tar").write_bytes(b"no tar" * 100 + bytes(1024))
+    train(2, run_dir, shards, "train.global_batch_size=8", "train.max_steps=2", *skip)
+    record = json.loads((run_dir / "bad-shards.json").read_text())
+    assert list(record["train"][""]) == ["b4.tar"]
+    write_shard(shards, "a9", 100, 7)
+    (shards / "b4.tar").write_bytes(whole)  # repaired, but not new
+    write_shard(shards, "b5", 50)
+    (shards / "b5.tar").write_bytes((shards / "b5.tar").read_bytes()[:1536])  # still being written
+    capfd.readouterr()
+    hook = "train.hooks=[{_target_: tests.memory_faults.MemoryFaults, at: ['4:1:0:before', '8:0:0:after']}]"
+    train(2, run_dir, shards, "train.global_batch_size=8", hook, *skip)
+    shown = capfd.readouterr().out
+    assert "47 samples in 5 shards, without 1 damaged: b4.tar" in shown
+    assert "new: 1 shard with 7 samples, joining the rest of epoch 0" in shown
+    assert json.loads((run_dir / "bad-shards.json").read_text()) == record
+    every = keys_of(shards, "a9", "b0", "b1", "b2", "b3")
+    steps = logged_steps(run_dir)
+    assert Counter(key for keys in steps.values() for key in keys) == Counter(dict.fromkeys(every, 3))
+    assert assert_trace_is_the_log(run_dir) == 3 * len(every)
+    assert [start.micro_batch for start in read_starts(run_dir)] == [4, 4, 2, 1]
+    for step in (2, 4, 9):
+        assert replay_on(1, run_dir, f"replay.step={step}")["steps"][0]["difference"] < 1e-6
+
+
+def test_a_new_shard_that_is_damaged_is_refused(
+    tmp_path: Path, shards: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, skip = tmp_path / "run", ("data.bad_shards=skip", "data.grow=next_epoch")
+    train(1, run_dir, shards, "train.max_steps=2", "train.global_batch_size=8", *skip)
+    (shards / "b4.tar").write_bytes(b"no tar" * 100 + bytes(1024))
+    capfd.readouterr()
+    with pytest.raises(RanksFailed):
+        train(1, run_dir, shards, "train.global_batch_size=8", *skip)
+    assert_refused(capfd.readouterr().err, "b4.tar", "data.bad_shards=skip", "data.grow", "take it out of data.train")

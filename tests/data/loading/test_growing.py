@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import shutil
+from copy import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from dtrain.data import Growth, Mixture, ShardLoader, WorkerOptions
+from dtrain.data import BadShards, Growth, Mixture, ShardLoader, WorkerOptions
 from dtrain.data.shards import dataset_index
 from tests.data.order.growing import Promise, Sample
 from tests.refusals import refused
@@ -208,3 +209,149 @@ def test_workers_of_another_process_know_the_removed_shards(
     keys = [key for batch in loader.epoch(1) for key in valid_keys([batch])]
     loader.close()
     assert sorted(keys) == [f"{name}/{n:02}" for name, size in (("a.tar", 5), ("b1.tar", 8)) for n in range(size)]
+
+
+def cut(path: Path) -> bytes:
+    """Takes away the end of a shard of several samples; returns its whole content."""
+    whole = path.read_bytes()
+    path.write_bytes(whole[:1536])
+    return whole
+
+
+def committed(loader: ShardLoader, steps: int = 1) -> dict[str, Any]:
+    for _ in range(steps):
+        for _ in range(loader.micro_batches_per_step):
+            next(stream := iter(loader))
+        loader.commit()
+        del stream
+    return loader.state_dict()
+
+
+def of_earlier_start(loader: ShardLoader) -> BadShards:
+    return BadShards("skip", None, loader.bad_shards, decided=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*left out")
+@pytest.mark.parametrize("repaired", [False, True])
+@pytest.mark.parametrize("grew_before", [False, True])
+def test_a_shard_that_was_left_out_is_not_new_at_a_later_start(folder: Path, repaired: bool, grew_before: bool) -> None:
+    write(folder, "b2.tar", 6)
+    whole = cut(folder / "b2.tar")
+    if grew_before:  # with its end mark, so that it does not wait
+        (folder / "b2.tar").write_bytes(b"no tar" * 100 + bytes(1024))
+    first = loader_on(folder, "now" if grew_before else None, bad_shards=BadShards("skip", None))
+    assert list(first.bad_shards[""]) == ["b2.tar"]
+    state = committed(first)
+    write(folder, "a.tar", 5)
+    if repaired:
+        (folder / "b2.tar").write_bytes(whole)
+    for _ in range(2):
+        loader = loader_on(folder, "now", bad_shards=of_earlier_start(first))
+        loader.load_state_dict(state)
+        assert loader.index.names == ["b0.tar", "b1.tar", "a.tar"]
+        assert (loader.bad_shards, loader.source.waiting) == (first.bad_shards, ())
+        assert "21 samples in 3 shards, without 1 damaged: b2.tar" in loader.source.summary()
+        state, first = committed(loader), loader
+    keys = valid_keys(list(loader.epoch(1)))
+    assert sorted(keys) == [
+        f"{name}/{n:02}" for name, size in (("a.tar", 5), ("b0.tar", 8), ("b1.tar", 8)) for n in range(size)
+    ]
+
+
+def test_a_shard_that_waits_does_not_count_as_damaged(folder: Path) -> None:
+    write(folder, "a.tar", 5)
+    whole = cut(folder / "a.tar")
+    with pytest.warns(UserWarning, match="wait") as warned:
+        first = loader_on(folder, "now", bad_shards=BadShards("skip", 0))
+    assert (len(warned), first.bad_shards, len(first.source.waiting)) == (1, {}, 1)
+    state = committed(first)
+    (folder / "a.tar").write_bytes(whole)
+    loader = loader_on(folder, "now", bad_shards=of_earlier_start(first))
+    loader.load_state_dict(state)
+    assert loader.data_changes == ["new: 1 shard with 5 samples, joining the rest of epoch 0"]
+
+
+def test_a_start_needs_a_shard_that_does_not_wait(folder: Path) -> None:
+    for name in ("b0.tar", "b1.tar"):
+        cut(folder / name)
+    with refused(ValueError, "2 of 2 shards", "b0.tar", "end mark", "At least one"):
+        loader_on(folder, "now", bad_shards=BadShards("skip"))
+
+
+@pytest.mark.parametrize("name", ["a.tar", "b1.tar"])
+def test_a_shard_that_is_damaged_at_a_later_start_is_refused(folder: Path, name: str) -> None:
+    first = loader_on(folder, "now", bad_shards=BadShards("skip"))
+    (folder / name).write_bytes(b"no tar" * 100 + bytes(1024))
+    with refused(ValueError, name, "data.bad_shards=skip", "also with data.grow", "take it out of data.train"):
+        loader_on(folder, "now", True, bad_shards=of_earlier_start(first))
+
+
+@pytest.mark.filterwarnings("ignore:.*left out")
+def test_a_known_shard_that_was_left_out_now_is_not_taken_for_a_removed_one(folder: Path) -> None:
+    state = state_after_a_step(folder)
+    (folder / "b1.tar").write_bytes(b"no tar" * 100 + bytes(1024))
+    loader = loader_on(folder, "now", True, bad_shards=BadShards("skip"))
+    with refused(ValueError, "data.bad_shards=skip", "b1.tar", "data.grow_allow_removed=true"):
+        loader.load_state_dict(state)
+    (folder / "b1.tar").unlink()
+    loader = loader_on(folder, "now", True, bad_shards=BadShards("skip"))
+    loader.load_state_dict(state)
+    assert loader.data_changes[0].startswith("removed: 1 shard with 8 samples")
+
+
+@pytest.mark.filterwarnings("ignore:.*left out")
+def test_a_shard_that_was_left_out_is_known_by_a_longer_or_shorter_name(folder: Path) -> None:
+    write(folder / "x", "s.tar", 6)
+    cut(folder / "x" / "s.tar")
+    both = [str(folder / "x" / "s.tar"), str(folder / "b0.tar")]
+    options: dict[str, Any] = {"global_batch_size": 4, "num_workers": 0, "growth": Growth("now", allow_removed=True)}
+    first = ShardLoader(both, LABEL, **options | {"growth": Growth()}, bad_shards=BadShards("skip"))
+    assert list(first.bad_shards[""]) == ["s.tar"]
+    write(folder / "y", "s.tar", 4)
+    with refused(ValueError, "s.tar", "data.bad_shards", "data.grow", "of their own"):
+        ShardLoader([*both, str(folder / "y" / "s.tar")], LABEL, **options, bad_shards=of_earlier_start(first))
+    longer = BadShards("skip", None, {"": {"x/s.tar": "cut"}}, decided=True)
+    for shards in (both, [*both, str(folder / "y" / "s.tar")]):
+        loader = ShardLoader(shards, LABEL, **options, bad_shards=longer)
+        assert loader.bad_shards == {"": {"x/s.tar": "cut"}}
+        assert len(loader.index.shards) == len(shards) - 1
+
+
+def test_a_step_back_after_the_data_grew_is_to_the_same_samples(folder: Path) -> None:
+    state = state_after_a_step(folder)
+    write(folder, "a.tar", 5)
+    (folder / "b0.tar").unlink()
+    loader = loader_on(folder, "now", True)
+    loader.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="no commit"):
+        loader.step_back(2)
+    for rows in (4, 2, 1):  # steps of two epochs, each twice
+        for _ in range(4):
+            before, position = loader.state_dict(), copy(loader._position)
+            stream = iter(loader)
+            taken = valid_keys([next(stream) for _ in range(loader.micro_batches_per_step)])
+            loader.commit()
+            after = loader.state_dict()
+            assert position.state_dict() == before != after
+            loader.step_back(rows)
+            assert loader.state_dict() == before
+            stream = iter(loader)
+            again = valid_keys([next(stream) for _ in range(loader.micro_batches_per_step)])
+            loader.commit()
+            assert (again, loader.state_dict()) == (taken, after)
+    assert loader.position[0] >= 2
+    del stream
+    loader.load_state_dict(before)
+    with pytest.raises(RuntimeError, match="no commit"):
+        loader.step_back(4)
+
+
+def test_samples_that_are_masked_stay_so_when_numbers_change(folder: Path) -> None:
+    state = state_after_a_step(folder)
+    write(folder, "a.tar", 5)
+    (folder / "b1.tar").unlink()
+    loader = loader_on(folder, "now", True)
+    loader.mask(dict.fromkeys(("b0.tar/03", "a.tar/01"), "killed"))
+    loader.load_state_dict(state)
+    bad = [record["key"] for batch in loader.epoch(1) for record in batch.bad]
+    assert sorted(bad) == ["a.tar/01", "b0.tar/03"]
