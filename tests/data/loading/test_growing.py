@@ -355,3 +355,17 @@ def test_samples_that_are_masked_stay_so_when_numbers_change(folder: Path) -> No
     loader.load_state_dict(state)
     bad = [record["key"] for batch in loader.epoch(1) for record in batch.bad]
     assert sorted(bad) == ["a.tar/01", "b0.tar/03"]
+
+
+def test_a_list_of_shards_grows_and_shrinks(folder: Path) -> None:
+    write(folder, "a.tar", 5)
+    listed = folder / "shards.txt"
+    options: dict[str, Any] = {"global_batch_size": 4, "num_workers": 0, "growth": Growth("now", allow_removed=True)}
+    listed.write_text("b0.tar\nb1.tar\n")
+    state = committed(ShardLoader(f"@{listed}", LABEL, **options))
+    listed.write_text("a.tar\nb1.tar\n")
+    loader = ShardLoader(f"@{listed}", LABEL, **options)
+    loader.load_state_dict(state)
+    assert [text.partition(" with")[0] for text in loader.data_changes] == ["new: 1 shard", "removed: 1 shard"]
+    keys = valid_keys(list(loader.epoch(1)))
+    assert sorted(keys) == [f"{name}/{n:02}" for name, size in (("a.tar", 5), ("b1.tar", 8)) for n in range(size)]
