@@ -18,6 +18,7 @@ from dtrain.data.loading.sample_log import Limits
 from dtrain.data.loading.shard_dataset import ShardDataset
 from dtrain.data.loading.stream import Stream
 from dtrain.data.loading.workers import WorkerOptions
+from dtrain.data.order.growth import Growth
 from dtrain.data.shards.bad_shards import BadShards
 from dtrain.data.sources.datasets import Arrays, Generated
 from dtrain.data.sources.mixture import Mixture
@@ -28,6 +29,7 @@ __all__ = [
     "BadShards",
     "Batch",
     "Generated",
+    "Growth",
     "Limits",
     "Mixture",
     "ShardDataset",

@@ -30,7 +30,7 @@ from dtrain.distributed.collectives import broadcast_buffers, from_rank0, on_all
 from dtrain.distributed.hang import HangWatch
 from dtrain.distributed.stop import StopRequests
 from dtrain.distributed.world import World
-from dtrain.errors import ConfigError, Explained
+from dtrain.errors import ConfigError, Explained, as_config_error
 from dtrain.replay.plan import Part
 from dtrain.replay.recorded import RecordedRun
 from dtrain.runs.starts import VOTE
@@ -117,6 +117,11 @@ def recompute(
             "data.train is a stream, which can only be read from its beginning: its steps cannot be recomputed. Write it to "
             "shards (dtrain pack) to be able to replay a run."
         )
+    segments = [each for each in run.segments() if each["step"] <= part.after]
+    if segments:
+        with as_config_error("data"):
+            on_all_ranks(lambda: state.train_loader.read_as(segments[-1]["state"]))
+        state.rebuild_schedule()
     if part.from_before:
         kept = Checkpoints(folder / "state")
         begin = on_all_ranks(lambda: kept.load(part.after))

@@ -64,7 +64,7 @@ class Tracer:
 
     Args:
         run: The records of the run.
-        loader: A loader of its training data; ranks and position do not matter.
+        loader: A loader of its training data; ranks and position do not matter. It then reads the shards that the run knows.
 
     Raises:
         ConfigError: If the run trains on a stream, or has neither starts nor checkpoints.
@@ -74,6 +74,8 @@ class Tracer:
         self._loader = loader
         self._last, self._run_dir = run.last_step, run.dir
         self._segments = run.segments() or _without_starts(run, loader)
+        with as_config_error("data"):
+            loader.read_as(self._segments[-1]["state"])  # it knows all shards of the run
         self._bad = run.bad_samples()
         self._lists: dict[str, np.ndarray] = {}  # of data.exclude
 

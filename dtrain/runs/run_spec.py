@@ -42,6 +42,7 @@ WITHOUT_EFFECT_ON_THE_RESULT = (
     *("checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.only_trained"),
     *("data.num_workers", "data.prefetch", "data.start_method", "data.max_worker_restarts"),
     *("data.storage", "data.cache", "data.record_keys"),
+    *("data.grow", "data.grow_allow_removed"),  # a run that is refused because its data changed is resumed with them
     *("parallel.timeout_start", "parallel.timeout_step"),
 )
 CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"

@@ -139,11 +139,9 @@ def build_run(
     optimizer = on_all_ranks(lambda: build_optimizer(cfg.optimizer, model))
 
     # -- step
+    own_schedule = schedule is None
     if schedule is None:
-        horizon = schedule_horizon(cfg.train, train_data)
-        schedule = build_schedule(
-            cfg.schedule, Lengths(horizon, train_data.steps_per_epoch, cfg.train.global_batch_size)
-        )
+        schedule = schedule_of(cfg, train_data)
     step = build_step(
         cfg,
         replace(world, size=1) if alone else world,
@@ -165,6 +163,7 @@ def build_run(
         checkpoints=Checkpoints.from_config(run_dir, cfg.checkpoint),
         class_names=names,
         code=code_commits() if world.rank == 0 else {},  # runs git: once at the start, not during each save
+        build_schedule=(lambda: schedule_of(cfg, train_data)) if own_schedule else None,
     )
     return run, warnings
 
@@ -439,6 +438,12 @@ def prepare_model(model: nn.Module, train: TrainConfig, parallel: ParallelConfig
     checkpoint_activations(model, train.checkpoint_activations)
     compile_in_place(model, train.compile, sharded=parallel.shard != "none")
     return model
+
+
+def schedule_of(cfg: Config, train_data: ShardLoader) -> Callable[[int], float]:
+    """The learning-rate schedule of a run on these data; of data that have grown, as at the run's first start."""
+    lengths = Lengths(schedule_horizon(cfg.train, train_data), train_data.steps_in(1), cfg.train.global_batch_size)
+    return build_schedule(cfg.schedule, lengths)
 
 
 def build_schedule(node: Any, lengths: Lengths) -> Callable[[int], float]:

@@ -29,6 +29,7 @@ from dtrain.data.loading.batch import TransferOptions
 from dtrain.data.loading.sample_log import Limits
 from dtrain.data.loading.workers import RankShare, WorkerOptions, number_of_workers
 from dtrain.data.order.epoch_order import Recipe, choose_lanes
+from dtrain.data.order.growth import Growth
 from dtrain.data.shards.bad_shards import BadShards
 from dtrain.data.shards.node_cache import CachePolicy
 from dtrain.data.sources.datasets import SampleIndex
@@ -217,6 +218,8 @@ def _check_data(cfg: Config, found: _Problems) -> None:
         Limits(data.max_bad, data.max_bad_consecutive)
     with found.under("data.bad_shards"):
         BadShards.from_config(data.bad_shards, data.max_bad_shards, "train")
+    with found.under("data.grow"):
+        Growth(data.grow, data.grow_allow_removed)
     with found.under("data.shard_size"):
         SampleIndex("", 1, data.shard_size)
     if data.mixture:

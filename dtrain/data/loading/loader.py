@@ -14,9 +14,12 @@ to the device and normalises images there.
 
 from __future__ import annotations
 
+import os
+import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,6 +32,7 @@ from dtrain.data.loading.worker_deaths import WorkerRestarts
 from dtrain.data.loading.workers import MicroBatches, RankShare, WorkerOptions, WorkerStream, number_of_workers
 from dtrain.data.mixing import Mix
 from dtrain.data.order.epoch_order import DEFAULT_WINDOW, Layout, Recipe, choose_lanes
+from dtrain.data.order.growth import Growth, ShardList
 from dtrain.data.order.index import Index
 from dtrain.data.order.mixture_position import MixturePosition
 from dtrain.data.order.position import Position, Uses
@@ -73,6 +77,7 @@ class ShardLoader:
         workers: How the workers run: prefetching, start method, page-locked memory, restarts.
         policy: Which shards are read through the node cache, and its size. None: URLs and network file systems.
         bad_shards: What happens to damaged shards. None: they are refused.
+        growth: What ``load_state_dict`` does if there are more or fewer shards than the state knows. By default it refuses.
 
     Attributes:
         source: Where samples come from.
@@ -124,7 +129,9 @@ class ShardLoader:
         workers: WorkerOptions = WorkerOptions(),  # noqa: B008
         policy: CachePolicy | None = None,
         bad_shards: BadShards | None = None,
+        growth: Growth = Growth(),  # noqa: B008
     ) -> None:
+        self._growth = growth
         self._share = RankShare.from_sizes(global_batch_size, micro_batch_size, rank, world_size)
         recipe = Recipe(seed, shuffle, DEFAULT_WINDOW if window is None else window, tail)
         options: dict[str, Any] = {"rank": rank, "world_size": world_size, "policy": policy, "bad_shards": bad_shards}
@@ -134,23 +141,35 @@ class ShardLoader:
             self.source = shards
         else:
             parsed = parse_fields(fields or {})
-            self.source = ShardSource.build(shards, parsed, **options)
+            self.source = ShardSource.build(shards, parsed, **options, growth=growth)
         fields_sent = self.source.fields if mix is None else mix.fields(self.source.fields)
         self.transfer = Transfer(fields_sent, Precision.parse(precision), transfer)
         self._augment = augment
         self._mix = mix
         self._budget = BadSampleBudget(limits)
+        self._excluded_keys: tuple[str, ...] = ()
         self._excluded, self.excluded = np.zeros(0, np.int64), ""
         self._position: Position | MixturePosition
+        if not isinstance(self.source, ShardSource) and growth != Growth():
+            raise ValueError(
+                "data.grow: only the shards of a single source can change, not a mixture or a dataset that is not in shards. "
+                "Set data.grow=null and data.grow_allow_removed=false."
+            )
         if isinstance(self.source, MixtureSource):
             if mix is not None:
                 self.source.check_mix(mix)
             self._position = self.source.position(recipe, global_batch_size, lanes, default_window=window is None)
         else:
             layout = Layout(global_batch_size, choose_lanes(global_batch_size, lanes, shuffle))
-            self._position = Position(
-                self.index, recipe, layout, default_window=window is None, default_lanes=lanes is None
+            self._new_position = partial(
+                Position,
+                recipe=recipe,
+                layout=layout,
+                default_window=window is None,
+                default_lanes=lanes is None,
+                growth=growth,
             )
+            self._position = self._new_position(self.index)
         self.steps_per_epoch = self._position.steps_per_epoch
         self.micro_batches_per_step = self._share.micro_batches_per_step
         self._names = tuple(self.samples_by_source())
@@ -346,13 +365,19 @@ class ShardLoader:
         Raises:
             ValueError: If the data have no such sample; names the first.
         """
+        removed = tuple(f"{name}/" for name in self.index.names_of_removed())
+        if self._growth.allow_removed and (gone := [key for key in keys if not self.index.find(key).size]):
+            removed = (*removed, *gone)
+            if not self.index.removed:  # else it was said before the state was loaded
+                warnings.warn(f"{len(gone)} excluded keys such as {gone[0]} are in no shard.", stacklevel=2)
         try:
-            found = self.index.find_all(sorted(keys))  # by shard
+            found = self.index.find_all(sorted(key for key in keys if not key.startswith(removed)))  # by shard
         except KeyError as error:
             example = self.index.keys(np.zeros(1, np.int64))[0]
             raise ValueError(
                 f"{error.args[0]!r} is no sample of the training data. Keys look like {example}."
             ) from None
+        self._excluded_keys = tuple(keys)
         self._excluded, self.excluded = found, describe(keys)
         self._end_stream()
 
@@ -398,7 +423,8 @@ class ShardLoader:
         """Moves to the position that ``state`` describes.
 
         The current epoch is finished in the order in which it began. If the global batch size differs, the rest of it is
-        divided anew; every sample is still used once.
+        divided anew; every sample is still used once. Shards that the state does not know, and shards of the state that are
+        missing, are treated as ``growth`` says; ``data_changes`` names them.
 
         Raises:
             RuntimeError: If an iterator of this loader is open.
@@ -406,9 +432,76 @@ class ShardLoader:
         """
         if self._open_iterator() is not None:
             raise RuntimeError("load_state_dict: an iterator of this loader is open. Finish or delete it first.")
-        self._position.load_state_dict(state)
+        source, position = self._numbered_as(state, self._growth)
+        position.load_state_dict(state)
+        self._use(source, position)
+
+    def read_as(self, state: Mapping[str, Any]) -> None:
+        """Reads exactly the shards that a state knows, in the order of their numbers there, and begins at epoch 0.
+
+        For computations on the records of a run, whose shards may have grown since. Shards that are missing are known by their
+        names only.
+
+        Raises:
+            ValueError: If this data cannot be that of the state.
+        """
+        if "shards" in state:
+            known = ShardList.from_state(state["shards"])
+            self._use(*self._numbered_as(state, Growth("next_epoch", allow_removed=True), len(known.names)))
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether shards have joined or left since the run's first start; ``steps_in`` counts with the shards of that one."""
+        return isinstance(self._position, Position) and self._position.has_changed
+
+    @property
+    def data_changes(self) -> Sequence[str]:
+        """Sentences about the shards that joined or left when the state was loaded."""
+        return () if isinstance(self._position, MixturePosition) else self._position.changes
+
+    def _numbered_as(
+        self, state: Mapping[str, Any], growth: Growth, most: int | None = None
+    ) -> tuple[Source, Position | MixturePosition]:
+        """Source and position with the shards in the order of the state, as far as ``growth`` allows; at most ``most``."""
+        source, mine = self.source, self.index.shard_list
+        if mine is None or "shards" not in state or not isinstance(source, ShardSource):
+            return source, self._position
+        known = ShardList.from_state(state["shards"])
+        ends = {name.rpartition("/")[2] for name in known.names}
+        if cut_short := [path for path in source.waiting if os.path.basename(path) in ends]:
+            raise ValueError(
+                f"the shard {cut_short[0]} of this state ends without the end mark of a tar: it was cut short. Copy or write "
+                "it again."
+            )
+        gone = {known.names[shard] for shard, _ in state.get("removed", [])}
+        missing = set(known.names) - set(mine.names) - gone
+        for name, reason in self.index.left_out.items():
+            # A name is the shortest end of a path that no other shard has: either may be the longer one.
+            if any(f"/{one}".endswith(f"/{name}") or f"/{name}".endswith(f"/{one}") for one in missing):
+                raise ValueError(
+                    f"data.bad_shards=skip left out the shard {name} ({reason}), which this state knows. Restore it; or take "
+                    "it out of data.train, with data.grow_allow_removed=true."
+                )
+        current = np.arange(len(mine.names))
+        present = np.setdiff1d(current, self.index.removed)
+        current[list(self.index.removed)] = -1
+        numbers = growth.numbering(known, mine.take(present), [shard for shard, _ in state.get("removed", [])])
+        if numbers is None:
+            return source, self._position
+        numbers = np.where(numbers < 0, -1, present[numbers])[:most]
+        if np.array_equal(numbers, current):
+            return source, self._position
+        source = source.numbered(numbers, known)
+        return source, self._new_position(source.index)
+
+    def _use(self, source: Source, position: Position | MixturePosition) -> None:
+        self.source, self._position = source, position
+        self.steps_per_epoch = position.steps_per_epoch
+        self._uncommitted, self._before = 0, None
+        self.restarts.renumber(source.index)
+        if self._excluded_keys:  # their numbers may have changed
+            self.exclude(self._excluded_keys)
         self._end_stream()
-        self._uncommitted = 0
 
     def close(self) -> None:
         """Ends the workers. The loader can be used again."""

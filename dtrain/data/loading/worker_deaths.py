@@ -86,6 +86,19 @@ class WorkerRestarts:
         said.append(f"All loader workers start again (restart {self.count} of data.max_worker_restarts={self._limit}).")
         _warn(" ".join(said))
 
+    def renumber(self, index: Index) -> None:
+        """Goes on with another index of the dataset, in which samples may have other numbers."""
+        if self._index is None or index is self._index:
+            return
+        reasons = [*self.deadly.values()]
+        keys = self._index.keys(np.array([*self.deadly], np.int64))
+        self._index, self.deadly = index, {}
+        self._deaths.clear()
+        removed = tuple(f"{name}/" for name in index.names_of_removed())
+        for key, reason in zip(keys, reasons, strict=True):
+            if not key.startswith(removed):
+                self.deadly |= dict.fromkeys(index.find(key).tolist(), reason)
+
     def take_new(self) -> int:
         """Restarts since the last call."""
         before, self._taken = self._taken, self.count

@@ -2,8 +2,10 @@
 
 Files in reading order:
 
+* ``growth``: shards that join and leave between two starts.
 * ``index``: what the order knows of a source: its size and identity.
 * ``randomness``: seeding and permutations.
+* ``cut``: lanes, and how they continue after a change in mid-epoch.
 * ``epoch_order``: from position to sample.
 * ``position``: committed samples; the state in a checkpoint.
 * ``mixture_order``, ``mixture_position``: the same for several sources.

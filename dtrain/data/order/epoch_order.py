@@ -8,12 +8,14 @@
 * A *layout* is (G, K, committed steps): how a part of the epoch was cut into lanes. If G changes in the middle of an epoch,
   the uncommitted ends of all lanes are concatenated to a shorter line, and the next layout cuts this line into lanes. A
   checkpoint stores the list of layouts.
+* *Shards that join* in the middle of an epoch form a line of their own. It is merged evenly with the rest of the line before
+  (``cut``), so that every step has samples of both in proportion to their lengths.
 
-A position goes through three maps: (step, slot) -> place on the current line -> place on the first line -> sample::
+A position goes through three maps: (step, slot) -> place on the current line -> place on the first lines -> sample::
 
-    _Cut.place        which place of the current line a slot draws at a step
-    _Cut.outer        the same place on the line before the last change of G, back to the first line
-    _shuffled         the permutation within the shuffle window
+    Cut.place        which place of the current line a slot draws at a step
+    Cut.outer        the same place on the line before the last change, back to the line of its shards
+    permute           the permutation within the shuffle window
 
 Nothing here reads the environment, a clock or a global generator. Therefore parent and workers compute the same order, and
 the content of a global batch depends neither on ranks nor on workers.
@@ -21,12 +23,15 @@ the content of a global batch depends neither on ranks nor on workers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 import numpy as np
 
+from dtrain.data.order.cut import Cut
 from dtrain.data.order.randomness import hash64, permute, unpermute
 
 SHUFFLES = ("window", "full", "none")
@@ -39,11 +44,19 @@ _SHARDS, _WINDOW, _FULL = 1, 2, 3
 
 @dataclass(frozen=True)
 class Layout:
-    """How a stretch of an epoch is cut: global batch size, number of lanes, and how many of its steps were committed."""
+    """How a stretch of an epoch is cut.
+
+    Attributes:
+        global_batch_size: Samples of a step.
+        lanes: Number of lanes.
+        steps: How many of its steps were committed.
+        shards: How many shards it draws from: the first ones, in the order of their numbers; None: all.
+    """
 
     global_batch_size: int
     lanes: int
     steps: int = 0
+    shards: int | None = None
 
 
 @dataclass(frozen=True)
@@ -104,23 +117,41 @@ class EpochOrder:
         recipe: Seed, shuffle, shuffle window and tail.
         epoch: Number of the epoch, from 0.
         layouts: How the epoch was cut so far, oldest first; the last layout is the current one.
+        removed: Number of each shard that was removed to the epoch in which that happened. Its samples are masked there, from
+            the current step on, and are no part of later epochs.
 
     Attributes:
         first_step: First step of the current layout: how many steps earlier layouts used.
         num_steps: Steps of the whole epoch, including those of earlier layouts.
     """
 
-    def __init__(self, counts: np.ndarray, recipe: Recipe, epoch: int, layouts: Sequence[Layout]) -> None:
+    def __init__(
+        self,
+        counts: np.ndarray,
+        recipe: Recipe,
+        epoch: int,
+        layouts: Sequence[Layout],
+        removed: Mapping[int, int] = MappingProxyType({}),
+    ) -> None:
         self.recipe = recipe
         self.layouts = tuple(layouts)
+        starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        left_out = [shard for shard, since in removed.items() if since < epoch]
+        self._masked = _Ranges(starts, sorted(removed))
+        if left_out:
+            counts = counts.copy()
+            counts[left_out] = 0
+        ends = [len(counts) if layout.shards is None else layout.shards for layout in self.layouts]
         # Lanes of the first layout, even after a change of the batch size: if samples changed their places, a committed one
         # could be drawn a second time.
-        self._line = EpochLine(counts, recipe, epoch, self.layouts[0].lanes)
-        self.num_samples = self._line.num_samples
-        self._cuts = [_Cut.whole(self.num_samples, self.layouts[0])]
-        # Each later layout cuts the rest of the layout before it.
-        for layout in self.layouts[1:]:
-            self._cuts.append(self._cuts[-1].rest(layout))
+        self._lines = _Lines(counts, starts, recipe, epoch, self.layouts[0].lanes, ends)
+        self.num_samples = self._lines.num_samples
+        first, *later = [(it.global_batch_size, it.lanes, it.steps) for it in self.layouts]
+        self._cuts = [Cut.whole(*first, self._lines.samples_until(ends[0]))]
+        # Each later layout cuts the rest of the layout before it, with the shards that join.
+        for cut, begin, end in zip(later, ends, ends[1:], strict=False):
+            place = self._lines.samples_until(begin)
+            self._cuts.append(self._cuts[-1].rest(*cut, place, self._lines.samples_until(end) - place))
         self.first_step = sum(layout.steps for layout in self.layouts[:-1])
         self.num_steps = self.first_step + self._cuts[-1].num_steps(recipe.tail)
 
@@ -138,32 +169,40 @@ class EpochOrder:
 
         Returns:
             Sample number (samples are counted over all shards, in the order of ``counts``), int64, of the broadcast
-            shape; -1 where the slot is masked or past the end of the epoch.
+            shape; -1 where the slot is masked, past the end of the epoch, or of a shard that was removed.
 
         Raises:
             IndexError: If a step does not belong to the current layout, or a slot is out of range; names the first one.
         """
-        return self._samples(self._places(steps, slots))
+        samples = self._samples(self._places(steps, slots))
+        samples[self._masked.have(samples)] = -1
+        return samples
 
     def find(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The inverse of ``locate``, for the steps of all layouts.
 
         Args:
-            samples: Sample numbers, int64, shape ``[n]``, each in ``[0, num_samples)``.
+            samples: Sample numbers, int64, shape ``[n]``.
 
         Returns:
-            Step of the epoch and slot, int64, shape ``[n]`` each; -1 for a sample that the epoch leaves out (``tail="drop"``).
+            Step of the epoch and slot, int64, shape ``[n]`` each; -1 for a sample that the epoch leaves out (``tail="drop"``),
+            or of a shard that it does not draw from or that was removed.
         """
-        place = self._line.find(np.asarray(samples, np.int64))
-        steps, slots = np.full(place.shape, -1, np.int64), np.full(place.shape, -1, np.int64)
-        left, first = np.arange(len(place)), 0
-        for cut, rest in zip(self._cuts, (*self._cuts[1:], None), strict=True):
+        samples = np.asarray(samples, np.int64)
+        steps, slots = np.full(samples.shape, -1, np.int64), np.full(samples.shape, -1, np.int64)
+        known = np.flatnonzero(self._lines.have(samples) & ~self._masked.have(samples))
+        first_place = np.full(samples.shape, -1, np.int64)
+        first_place[known] = self._lines.find(samples[known])
+        left, place, first = known[:0], samples[:0], 0  # what is left on the line of a cut, and the cut's first step
+        for number, cut in enumerate(self._cuts):
+            joined = known[cut.joins(first_place[known])]
+            left = np.concatenate([left, joined])
+            place = np.concatenate([cut.inner(place), cut.inner_of_joined(first_place[joined])])
             step, slot = cut.find(place)
-            used = step < (cut.layout.steps if rest is not None else cut.num_steps(self.recipe.tail))
+            used = step < (cut.num_steps(self.recipe.tail) if number == len(self._cuts) - 1 else cut.steps)
             steps[left[used]], slots[left[used]] = first + step[used], slot[used]
-            first += cut.layout.steps
-            if rest is not None:
-                left, place = left[~used], rest.inner(place[~used])
+            left, place = left[~used], place[~used]
+            first += cut.steps
         return steps, slots
 
     def partners(self, steps: np.ndarray | int, slots: np.ndarray) -> np.ndarray:
@@ -172,13 +211,16 @@ class EpochOrder:
         The samples of a lane form pairs of neighbours. Samples are permuted within a shuffle window, so the neighbour is a
         random sample of that window; it is usually in the same micro-batch, so that mixing rarely reads an additional
         sample. Partners do not change with the global batch size in the middle of an epoch. The last sample of a lane of
-        odd length has the sample before it; the only sample of a lane has itself.
+        odd length has the sample before it; the only sample of a lane has itself, and so has one whose partner was removed.
         """
         place = self._places(steps, slots)
         filled = place >= 0
-        at = place[filled]
-        place[filled] = self._line.beside(at, self._line.lane_of(at))
-        return self._samples(place)
+        beside = place.copy()
+        beside[filled] = self._lines.beside(place[filled])
+        partners = self._samples(beside)
+        if self._masked.shards.size:
+            partners = np.where(self._masked.have(partners), self._samples(place), partners)
+        return partners
 
     def shards_ahead(self, step: int, slots: np.ndarray, most: int) -> np.ndarray:
         """Up to ``most`` shards that these slots read from ``step`` on, up to the end of their lanes.
@@ -188,34 +230,134 @@ class EpochOrder:
             at ``step``, then the others roughly in the order in which they are read.
         """
         place = self._cuts[-1].place(np.asarray(step - self.first_step), np.asarray(slots, np.int64))
-        place = place[place >= 0]
-        for cut in reversed(self._cuts):
-            place = cut.outer(place)
-        return self._line.shards_ahead(place, most)
+        shards = self._lines.shards_ahead(self._first_places(place[place >= 0]), most)
+        return shards[~np.isin(shards, self._masked.shards)]
 
     def _places(self, steps: np.ndarray | int, slots: np.ndarray) -> np.ndarray:
-        """Places on the first line, before shuffling; -1 where there is none."""
+        """Places on the first lines, before shuffling; -1 where there is none."""
         steps, slots = np.asarray(steps, np.int64), np.asarray(slots, np.int64)
         check_bounds("step", steps, self.first_step, self.num_steps)
         check_bounds("slot", slots, -1, self.layouts[-1].global_batch_size)
         place = self._cuts[-1].place(steps - self.first_step, slots)
         filled = place >= 0
-        on_line = place[filled]
-        for cut in reversed(self._cuts):
-            on_line = cut.outer(on_line)
-        place[filled] = on_line
+        place[filled] = self._first_places(place[filled])
         return place
+
+    def _first_places(self, place: np.ndarray) -> np.ndarray:
+        """The places on the first lines of places on the last one."""
+        found, rows = np.empty_like(place), np.arange(len(place))
+        for cut in self._cuts[:0:-1]:  # the line of the first cut is the first line
+            if cut.joined:
+                place, of_joined = cut.split(place)
+                found[rows[of_joined]] = place[of_joined]
+                rows, place = rows[~of_joined], place[~of_joined]
+            place = cut.outer(place)
+        found[rows] = place
+        return found
 
     def _samples(self, place: np.ndarray) -> np.ndarray:
         """The samples that the shuffle puts at these places; -1 where there is none."""
         samples = np.full(place.shape, -1, np.int64)
         filled = place >= 0
-        at = place[filled]
-        if self.recipe.shuffle != "none":
-            start, size = self._line.permutations(at, self._line.lane_of(at))
-            at = start + permute(at - start, size, permutation_key(self.recipe, self._line.key, start))
-        samples[filled] = self._line.samples(at)
+        samples[filled] = self._lines.samples(place[filled])
         return samples
+
+
+class _Ranges:
+    """The samples of some shards."""
+
+    def __init__(self, starts: np.ndarray, shards: Sequence[int]) -> None:
+        self.shards = np.array(shards, np.int64)
+        self._begins, self._ends = starts[self.shards], starts[self.shards + 1]
+
+    def have(self, samples: np.ndarray) -> np.ndarray:
+        """Whether each sample is one of them, bool; false for -1."""
+        if not self.shards.size:
+            return np.zeros(samples.shape, bool)
+        # A shard without samples begins where it ends, so ends are compared: the first end above a sample is that of its range.
+        number = np.searchsorted(self._ends, samples, side="right")
+        have: np.ndarray = self._begins[np.minimum(number, len(self.shards) - 1)] <= samples
+        return have & (number < len(self.shards))
+
+
+class _Lines:
+    """The line of an epoch, followed by one for the shards of each growth; places and samples are counted over all of them.
+
+    Args:
+        counts: Samples of each shard on these lines, int64, shape ``[num_shards]``; 0 for one that is left out.
+        starts: First sample of each shard, and the end, int64, shape ``[num_shards + 1]``.
+        recipe: Seed, shuffle and shuffle window.
+        epoch: Number of the epoch, from 0.
+        lanes: Number of lanes of each line.
+        ends: For each layout, the number of shards that it draws from, ascending.
+    """
+
+    def __init__(
+        self, counts: np.ndarray, starts: np.ndarray, recipe: Recipe, epoch: int, lanes: int, ends: Sequence[int]
+    ) -> None:
+        self._recipe = recipe
+        self._before = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+        self._first_shards = [0, *(begin for begin, end in itertools.pairwise(ends) if end > begin)]
+        self._lines = []
+        for begin, end in zip(self._first_shards, [*self._first_shards[1:], ends[-1]], strict=True):
+            # Lines of equal length have different permutations.
+            own = replace(recipe, seed=int(hash64(recipe.seed, begin))) if begin else recipe
+            self._lines.append(EpochLine(counts[begin:end], own, epoch, lanes, starts[begin:end] - starts[begin]))
+        self._first_places, self._first_samples = self._before[self._first_shards], starts[self._first_shards]
+        self._end = int(starts[ends[-1]])
+        self.num_samples = self.samples_until(ends[-1])
+
+    def samples_until(self, shards: int) -> int:
+        """Samples of the first ``shards`` shards, without those that are left out."""
+        return int(self._before[shards])
+
+    def have(self, samples: np.ndarray) -> np.ndarray:
+        """Whether each sample is of one of these shards, bool."""
+        return samples < self._end
+
+    def samples(self, place: np.ndarray) -> np.ndarray:
+        """The sample that the shuffle puts at each place."""
+        samples = np.empty_like(place)
+        for number, rows, line in self._each(place, self._first_places):
+            at = place[rows] - self._first_places[number]
+            if self._recipe.shuffle != "none":
+                start, size = line.permutations(at, line.lane_of(at))
+                at = start + permute(at - start, size, permutation_key(self._recipe, line.key, start))
+            samples[rows] = line.samples(at) + self._first_samples[number]
+        return samples
+
+    def find(self, samples: np.ndarray) -> np.ndarray:
+        """The place, before the shuffle, of each sample."""
+        place = np.empty_like(samples)
+        for number, rows, line in self._each(samples, self._first_samples):
+            place[rows] = line.find(samples[rows] - self._first_samples[number]) + self._first_places[number]
+        return place
+
+    def beside(self, place: np.ndarray) -> np.ndarray:
+        """The other place of each place's pair: see ``EpochOrder.partners``."""
+        other = np.empty_like(place)
+        for number, rows, line in self._each(place, self._first_places):
+            at = place[rows] - self._first_places[number]
+            other[rows] = line.beside(at, line.lane_of(at)) + self._first_places[number]
+        return other
+
+    def shards_ahead(self, place: np.ndarray, most: int) -> np.ndarray:
+        """Up to ``most`` shards from these places on, those of all lines in turn; see ``EpochOrder.shards_ahead``."""
+        found, turns = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        for number, rows, line in self._each(place, self._first_places):
+            ahead = line.shards_ahead(place[rows] - self._first_places[number], most)
+            found.append(ahead + self._first_shards[number])
+            turns.append(np.arange(len(found[-1])))
+        return np.concatenate(found)[np.argsort(np.concatenate(turns), kind="stable")][:most]
+
+    def _each(self, numbers: np.ndarray, firsts: np.ndarray) -> Iterator[tuple[int, Any, EpochLine]]:
+        """Number and rows of each line that has some of these places or samples, by the first one of each line."""
+        if len(self._lines) == 1:
+            yield 0, slice(None), self._lines[0]
+            return
+        which = np.searchsorted(firsts, numbers, side="right") - 1
+        for number in np.unique(which).tolist():
+            yield number, np.flatnonzero(which == number), self._lines[number]
 
 
 class EpochLine:
@@ -226,6 +368,8 @@ class EpochLine:
         recipe: Seed, shuffle and shuffle window.
         epoch: Number of the epoch, from 0.
         lanes: Number of lanes.
+        first_samples: Number of each shard's first sample, int64, shape ``[num_shards]``; None: samples are counted over
+            ``counts``.
 
     Attributes:
         num_samples: Places of the line.
@@ -233,7 +377,9 @@ class EpochLine:
         key: Key of the permutations, uint64, shape ``[]``.
     """
 
-    def __init__(self, counts: np.ndarray, recipe: Recipe, epoch: int, lanes: int) -> None:
+    def __init__(
+        self, counts: np.ndarray, recipe: Recipe, epoch: int, lanes: int, first_samples: np.ndarray | None = None
+    ) -> None:
         self.num_samples = int(counts.sum())
         self.bounds = lane_bounds(self.num_samples, lanes)
         self._shuffle, self._window = recipe.shuffle, recipe.window
@@ -243,7 +389,8 @@ class EpochLine:
         self.key = hash64(recipe.seed, epoch, _WINDOW if recipe.shuffle == "window" else _FULL)
         self._shards = shards
         self._starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts[shards])])  # first place of each shard
-        self._first_sample = (np.cumsum(counts) - counts)[shards]  # number of that shard's first sample
+        # number of that shard's first sample
+        self._first_sample = (np.cumsum(counts) - counts if first_samples is None else first_samples)[shards]
         self._lane_shards = self._shard_at(self.bounds[:-1])
 
     def permutations(self, place: np.ndarray, lane: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -322,71 +469,6 @@ def permutation_key(recipe: Recipe, key: np.ndarray, start: np.ndarray) -> np.nd
 def lane_bounds(num_samples: int, lanes: int) -> np.ndarray:
     """First place of each of ``lanes`` equal pieces of a line, and the end, int64, shape ``[lanes + 1]``."""
     return np.arange(lanes + 1) * num_samples // lanes
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """A line of ``num_samples`` places, cut into lanes."""
-
-    layout: Layout
-    starts: np.ndarray  # where each piece of this line starts on the previous line, int64, [pieces]
-    offsets: np.ndarray  # where each piece starts on this line, and the end, int64, [pieces + 1]
-
-    @classmethod
-    def whole(cls, num_samples: int, layout: Layout) -> _Cut:
-        return cls(layout, np.zeros(1, np.int64), np.array([0, num_samples], np.int64))
-
-    def rest(self, layout: Layout) -> _Cut:
-        """The line of the samples that this layout's committed steps leave: the ends of all lanes, concatenated."""
-        bounds = self._bounds(np.arange(self.layout.lanes + 1))
-        starts = np.minimum(bounds[:-1] + self.layout.steps * self._per_lane, bounds[1:])
-        return _Cut(layout, starts, np.concatenate([np.zeros(1, np.int64), np.cumsum(bounds[1:] - starts)]))
-
-    @cached_property
-    def num_samples(self) -> int:
-        return int(self.offsets[-1])
-
-    @cached_property
-    def _per_lane(self) -> int:
-        return self.layout.global_batch_size // self.layout.lanes
-
-    def num_steps(self, tail: str) -> int:
-        batch = self.layout.global_batch_size
-        return self.num_samples // batch if tail == "drop" else -(-self.num_samples // batch)
-
-    def used(self, steps: int) -> int:
-        each = steps * self._per_lane
-        if each <= self.num_samples // self.layout.lanes:  # fast path for the usual case: no lane has ended
-            return each * self.layout.lanes
-        bounds = self._bounds(np.arange(self.layout.lanes + 1))
-        return int(np.minimum(np.diff(bounds), each).sum())
-
-    def place(self, steps: np.ndarray, slots: np.ndarray) -> np.ndarray:
-        """Places on this line that slots draw at steps; -1 where the slot is masked or its lane has ended."""
-        lane = slots // self._per_lane
-        place = self._bounds(lane) + steps * self._per_lane + slots % self._per_lane
-        return np.where((slots >= 0) & (place < self._bounds(lane + 1)), place, -1)
-
-    def find(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The step, if there are enough of them, and the slot that draw places on this line."""
-        lane = np.searchsorted(self._bounds(np.arange(self.layout.lanes + 1)), place, side="right") - 1
-        step, in_lane = np.divmod(place - self._bounds(lane), self._per_lane)
-        return step, lane * self._per_lane + in_lane
-
-    def inner(self, place: np.ndarray) -> np.ndarray:
-        """The inverse of ``outer``: places on this line of places on the previous one that are left."""
-        piece = np.searchsorted(self.starts, place, side="right") - 1
-        inner: np.ndarray = self.offsets[piece] + place - self.starts[piece]
-        return inner
-
-    def outer(self, place: np.ndarray) -> np.ndarray:
-        """The same places on the previous line."""
-        piece = np.searchsorted(self.offsets, place, side="right") - 1
-        outer: np.ndarray = self.starts[piece] + place - self.offsets[piece]
-        return outer
-
-    def _bounds(self, lane: np.ndarray) -> np.ndarray:
-        return lane * self.num_samples // self.layout.lanes
 
 
 def check_bounds(name: str, values: np.ndarray, low: int, end: int) -> None:

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from dtrain.data.order.growth import ShardList
+
 
 class Index(ABC):
     """The size and identity of a source, equal on all ranks.
@@ -18,6 +20,8 @@ class Index(ABC):
         num_samples: Samples of all shards.
         fingerprint: Hash of everything that the meaning of a sample number depends on.
         left_out: Name to reason of damaged shards that are no part of it.
+        shard_list: The shards with what identifies each; None for a source whose shards cannot change.
+        removed: Numbers of shards that are known only by name: they were removed, and their samples cannot be read.
         labels: Entries of ``describe`` that ``difference`` compares, and their names in its sentence.
         other_difference: The sentence of ``difference`` if only the fingerprints differ.
     """
@@ -26,6 +30,8 @@ class Index(ABC):
     num_samples: int
     fingerprint: str
     left_out: Mapping[str, str] = MappingProxyType({})
+    shard_list: ShardList | None = None
+    removed: Sequence[int] = ()
     labels: ClassVar[Mapping[str, str]]
     other_difference: ClassVar[str]
 
@@ -53,6 +59,14 @@ class Index(ABC):
     @abstractmethod
     def find_shard(self, name: str) -> np.ndarray:
         """The samples of a shard; int64, shape ``[n]``, empty if there is no such shard."""
+
+    def names_of_removed(self) -> list[str]:
+        """Names of the shards that were removed."""
+        return [] if self.shard_list is None else [self.shard_list.names[shard] for shard in self.removed]
+
+    def head(self, shards: int) -> Index:
+        """The index of the first shards alone, for a source that has a ``shard_list``."""
+        raise NotImplementedError
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

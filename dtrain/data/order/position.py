@@ -8,17 +8,20 @@
   (see ``order.epoch_order``), and every sample is still used once.
 * An epoch is finished in the order in which it began. A different shuffle, shuffle window or number of lanes takes effect in
   the next epoch.
+* Shards may join and leave between two starts (``growth``). The state has the list of all shards that the run has known, and
+  each layout of the epoch says how many of them it draws from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from dtrain.data.order.epoch_order import EpochOrder, Layout, Recipe, choose_lanes
+from dtrain.data.order.growth import Growth, ShardList
 from dtrain.data.order.index import Index
 
 _VERSION = 2
@@ -60,21 +63,34 @@ class Position:
         layout: How those epochs are cut.
         default_window: True if the recipe's shuffle window is a default; a loaded state then keeps its own.
         default_lanes: The same for the layout's lanes.
+        growth: What may have changed in the data of a loaded state.
 
     Attributes:
         epoch: Number of the current epoch.
         order: Order of the current epoch, as it was when the epoch began.
         step: Committed steps of the current epoch.
         steps_per_epoch: Steps of a whole epoch.
+        changes: Sentences about shards that joined or left when the state was loaded.
     """
 
     order: EpochOrder
 
     def __init__(
-        self, index: Index, recipe: Recipe, layout: Layout, *, default_window: bool = False, default_lanes: bool = False
+        self,
+        index: Index,
+        recipe: Recipe,
+        layout: Layout,
+        *,
+        default_window: bool = False,
+        default_lanes: bool = False,
+        growth: Growth = Growth(),  # noqa: B008 - frozen
     ) -> None:
-        self._index = index
+        self._index, self._growth = index, growth
         self._default_window, self._default_lanes = default_window, default_lanes
+        self._first_shards = len(index.counts)  # of the run's first start
+        self._removed: dict[int, int] = {}  # number of a shard to the epoch in which it was removed
+        self._as_recorded = False  # of a segment: shards that were removed later had samples then
+        self.changes: list[str] = []
         self.recipe, self.layout = recipe, layout
         self.begin(0)
         self.steps_per_epoch = self.order.num_steps
@@ -82,7 +98,11 @@ class Position:
     def begin(self, epoch: int) -> None:
         """Moves to the start of an epoch."""
         self.epoch, self.step = epoch, 0
-        self.order = EpochOrder(self._index.counts, self.recipe, epoch, [self.layout])
+        self.order = self._order(epoch)
+
+    def _order(self, epoch: int) -> EpochOrder:
+        """The order of a whole epoch."""
+        return EpochOrder(self._index.counts, self.recipe, epoch, [self.layout], self._removed)
 
     @property
     def samples(self) -> int:
@@ -103,9 +123,15 @@ class Position:
         """Steps of an epoch."""
         return self.order.num_steps if epoch == self.epoch else self.steps_per_epoch
 
+    @property
+    def has_changed(self) -> bool:
+        """Whether shards have joined or left since the run's first start."""
+        return self._first_shards < len(self._index.counts) or bool(self._removed)
+
     def steps_in(self, epochs: int) -> int:
-        """Steps of the first epochs of a run with this global batch size."""
-        return epochs * self.steps_per_epoch
+        """Steps of the first epochs of a run with this global batch size, on the shards of its first start."""
+        counts = self._index.counts[: self._first_shards]
+        return epochs * EpochOrder(counts, self.recipe, 0, [self.layout]).num_steps
 
     def steps_until(self, epoch: int) -> int:
         """Steps from this position to the start of an epoch; below 0 if the position is past it."""
@@ -124,6 +150,8 @@ class Position:
         """What the order of later steps depends on besides the data, the seed and the state, as values that JSON can hold."""
         recipe, layout = self.recipe, self.layout
         order = {"shuffle": recipe.shuffle, "window": recipe.window, "tail": recipe.tail}
+        if self._growth.when is not None:
+            order["grow"] = self._growth.when
         return order | {"global_batch_size": layout.global_batch_size, "lanes": layout.lanes}
 
     def at_segment(self, segment: Mapping[str, Any]) -> Position:
@@ -134,7 +162,13 @@ class Position:
         """
         settings, state = segment["settings"], segment["state"]
         recipe = Recipe(self.recipe.seed, settings["shuffle"], settings["window"], settings["tail"])
-        position = Position(self._index, recipe, Layout(settings["global_batch_size"], settings["lanes"]))
+        index = self._index
+        if index.shard_list is not None and (known := state["data"].get("num_shards")) is not None:
+            # The order of the segment is that of the shards that it knew.
+            index = index.head(known) if known < len(index.counts) else index
+        layout = Layout(settings["global_batch_size"], settings["lanes"])
+        position = Position(index, recipe, layout, growth=Growth(allow_removed=True))
+        position._as_recorded = True
         position.load_state_dict(state)
         return position
 
@@ -153,7 +187,7 @@ class Position:
             found = found.with_more(use, np.full(len(use), epoch), before + step[use], slot[use])
             before += order.num_steps
             epoch += 1
-            order = EpochOrder(self._index.counts, self.recipe, epoch, [self.layout])
+            order = self._order(epoch)
         return found
 
     def samples_of(self, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -162,7 +196,7 @@ class Position:
         if in_epoch >= order.num_steps:  # all later epochs have the same number of steps
             later, in_epoch = divmod(in_epoch - order.num_steps, self.steps_per_epoch)
             epoch += 1 + later
-            order = EpochOrder(self._index.counts, self.recipe, epoch, [self.layout])
+            order = self._order(epoch)
         samples = order.locate(in_epoch, np.arange(order.layouts[-1].global_batch_size))
         return np.full(len(samples), epoch), samples
 
@@ -170,12 +204,14 @@ class Position:
         """The state, as values that JSON can hold.
 
         ``position`` counts the committed samples of ``epoch``. ``layouts`` has [global batch size, lanes, committed steps]
-        for each layout of the epoch.
+        for each layout of the epoch, and the number of its shards where these are not all. ``shards`` is the list of the
+        shards, ``first_shards`` their number at the first start if they have grown since, and ``removed`` has [number, epoch]
+        of each shard that was removed.
         """
         *earlier, current = self.order.layouts
         layouts = [*earlier, replace(current, steps=self.step - self.order.first_step)]
         recipe = self.order.recipe
-        return {
+        state = {
             "version": _VERSION,
             "data": self._index.describe(),
             "seed": recipe.seed,
@@ -184,8 +220,15 @@ class Position:
             "tail": recipe.tail,
             "epoch": self.epoch,
             "position": self.samples,
-            "layouts": [list(astuple(layout)) for layout in layouts],
+            "layouts": [[value for value in astuple(layout) if value is not None] for layout in layouts],
         }
+        if self._index.shard_list is not None:
+            state["shards"] = self._index.shard_list.state_dict()
+        if self._first_shards < len(self._index.counts):
+            state["first_shards"] = self._first_shards
+        if self._removed:
+            state["removed"] = [list(each) for each in sorted(self._removed.items())]
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Moves to the position that ``state`` describes.
@@ -194,43 +237,119 @@ class Position:
             ValueError: If the dataset or the seed changed, or ``state`` is not a state of a loader; names the difference.
                 The position is then unchanged.
         """
-        self._check(state)
+        known = self._check(state)
         layouts = [Layout(*layout) for layout in state["layouts"]]
         begun = Recipe(state["seed"], state["shuffle"], state["window"], state["tail"])
-        batch = self.layout.global_batch_size
-        if layouts[-1].global_batch_size != batch and layouts[-1].steps == 0 and layouts[1:]:
+        self._first_shards = state.get("first_shards", known)
+        step = sum(layout.steps for layout in layouts)
+        self._load_removed(state, known, begun, layouts, step)
+        batch, joined = self.layout.global_batch_size, _shards_of(layouts[-1], known)
+        if self._growth.when == "now":
+            joined = len(self._index.counts)
+
+        def changes() -> bool:
+            return layouts[-1].global_batch_size != batch or _shards_of(layouts[-1], known) < joined
+
+        if changes() and layouts[-1].steps == 0 and layouts[1:]:
             del layouts[-1]  # that run ended before its first step, so this layout has used no sample
         self._keep_defaults(begun, layouts[-1])
-        step = sum(layout.steps for layout in layouts)
+        self.steps_per_epoch = self._order(state["epoch"] + 1).num_steps
         if not step:
             self.begin(state["epoch"])
             return
-        if layouts[-1].global_batch_size != batch:
+        if changes():
             # The rest of this epoch keeps its shuffle, and the new lanes were chosen for the new shuffle: they fit only
             # if both are equal.
             same_shuffle = begun.shuffle == self.recipe.shuffle
             layouts.append(self.layout if same_shuffle else Layout(batch, choose_lanes(batch, None, begun.shuffle)))
+            layouts[-1] = replace(layouts[-1], shards=joined)
+        everything = len(self._index.counts)
+        layouts = [replace(it, shards=None if (n := _shards_of(it, known)) == everything else n) for it in layouts]
         self.epoch, self.step = state["epoch"], step
-        self.order = EpochOrder(self._index.counts, begun, self.epoch, layouts)
+        self.order = EpochOrder(self._index.counts, begun, self.epoch, layouts, self._removed)
         if not self.steps_left:  # with tail=drop, the rest may be smaller than one of the new global batches
             self.begin(self.epoch + 1)
 
-    def _check(self, state: Mapping[str, Any]) -> None:
+    def _load_removed(
+        self, state: Mapping[str, Any], known: int, begun: Recipe, layouts: Sequence[Layout], step: int
+    ) -> None:
+        """Which shards were removed, now or before; says which shards are new or missing."""
+        index, epoch = self._index, state["epoch"]
+        self._removed = dict(state.get("removed", []))
+        self.changes = []
+        new = len(index.counts) - known
+        if new:
+            at = epoch + 1 if step and self._growth.when != "now" else epoch
+            where = f"the rest of epoch {epoch}" if at == epoch and step else f"at epoch {at}"
+            samples = int(index.counts[known:].sum())
+            self.changes.append(f"new: {_counted(new, 'shard')} with {samples:,} samples, joining {where}")
+        gone = [shard for shard in index.removed if shard not in self._removed and shard < known]
+        if not gone or self._as_recorded:
+            return
+        unused = 0
+        if step:
+            whole = [replace(it, shards=_shards_of(it, known)) for it in layouts]
+            order = EpochOrder(index.counts, begun, epoch, whole, self._removed)
+            starts = np.cumsum(index.counts)
+            lost = np.concatenate([np.arange(starts[shard] - index.counts[shard], starts[shard]) for shard in gone])
+            unused = int(np.count_nonzero(order.find(lost)[0] >= step))
+        # In an epoch of which nothing was used, they are left out from the beginning.
+        self._removed |= dict.fromkeys(gone, epoch if step else epoch - 1)
+        samples = int(index.counts[gone].sum())
+        left_out = f", {unused:,} of them left out of the rest of epoch {epoch}" if step else ""
+        self.changes.append(f"removed: {_counted(len(gone), 'shard')} with {samples:,} samples{left_out}")
+
+    def _check(self, state: Mapping[str, Any]) -> int:
+        """Compares data and seed; returns how many shards the state knows."""
         missing = sorted({"version", "data", "seed", "shuffle", "window", "tail", "epoch", "layouts"} - set(state))
         if missing or state["version"] != _VERSION:
             raise ValueError(
                 f"not the state of a loader: version {state.get('version')!r} (want {_VERSION}), missing keys: "
                 f"{', '.join(missing) or 'none'}."
             )
-        if difference := self._index.difference(state["data"]):
-            raise ValueError(
-                f"the dataset changed since this state was saved: {difference} Resume with the old shards, or start a new run."
-            )
+        known = self._same_data(state)
         if state["seed"] != self.recipe.seed:
             raise ValueError(
                 f"seed: the state was saved with {state['seed']}, this loader has {self.recipe.seed}. Resume with "
                 f"seed={state['seed']}, or start a new run."
             )
+        return known
+
+    def _same_data(self, state: Mapping[str, Any]) -> int:
+        """How many shards the state knows: the first ones of this index.
+
+        Raises:
+            ValueError: If the data have changed in a way that ``growth`` does not allow; names the difference.
+        """
+        index, mine, remedy = self._index, self._index.shard_list, ""
+        if mine is not None and "shards" in state:
+            known = ShardList.from_state(state["shards"])
+            number = len(known.names)
+            returned = [shard for shard, _ in state.get("removed", []) if shard not in index.removed]
+            if returned:
+                raise ValueError(
+                    f"the shard {mine.names[returned[0]]} was removed from this run and is back. Give it a different name, "
+                    "with data.grow, to use it as a new one."
+                )
+            here = np.setdiff1d(np.arange(number), index.removed)
+            allowed = (self._growth.when is not None or number == len(mine.names)) and (
+                self._growth.allow_removed or not set(index.removed) - {shard for shard, _ in state.get("removed", [])}
+            )
+            if allowed and mine.names[:number] == known.names and (mine.checks[here] == known.checks[here]).all():
+                # Without removed shards, the whole fingerprint can be compared, too.
+                head = index.head(number) if number < len(mine.names) else index
+                if index.removed or not head.difference(state["data"]):
+                    return number
+            remedy = self._growth.remedy(known, mine)
+        elif self._as_recorded and index.removed:
+            return len(index.counts)  # an earlier segment, whose list is the beginning of the list that was compared
+        if difference := index.difference(state["data"]):
+            remedy = f"{remedy} Or resume" if remedy else "Resume"
+            raise ValueError(
+                f"the dataset changed since this state was saved: {difference} {remedy} with the old shards, or start a new "
+                "run."
+            )
+        return len(index.counts)
 
     def _keep_defaults(self, begun: Recipe, layout: Layout) -> None:
         """Keeps the saved values of settings that are defaults: a changed default must not change a resumed run."""
@@ -238,4 +357,12 @@ class Position:
             if self._default_window:
                 self.recipe = replace(self.recipe, window=begun.window)
             if self._default_lanes and layout.global_batch_size == self.layout.global_batch_size:
-                self.layout = replace(layout, steps=0)
+                self.layout = replace(layout, steps=0, shards=None)
+
+
+def _shards_of(layout: Layout, known: int) -> int:
+    return known if layout.shards is None else layout.shards
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -13,11 +13,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dtrain.data.shards.shard_file import components, redacted
 from dtrain.errors import shortened
 from dtrain.files import read_json, replace_file
 
@@ -41,6 +43,7 @@ class BadShards:
             1 or a percentage (``"0.5%"``) for that share (at least one), any other number for that count; None for no limit.
         left_out: Shards that are left out in any case.
         decided: Whether no others may be left out, because an earlier start has decided.
+        grows: Whether shards may join or leave between starts (``data.grow``), for the message about a damaged one.
 
     Raises:
         ValueError: If an argument is impossible.
@@ -60,6 +63,7 @@ class BadShards:
     most: float | str | None = 0.01
     left_out: LeftOut = field(default_factory=dict)
     decided: bool = False
+    grows: bool = False
 
     def __post_init__(self) -> None:
         if self.action not in (REFUSE, SKIP):
@@ -96,7 +100,39 @@ class BadShards:
     def of_source(self, name: str) -> BadShards:
         """The same for one source of a mixture."""
         own = {"": self.left_out[name]} if name in self.left_out else {}
-        return BadShards(self.action, self.most, own, self.decided)
+        return BadShards(self.action, self.most, own, self.decided, self.grows)
+
+    def named_in(self, paths: Sequence[str]) -> dict[str, str]:
+        """Those of these shards that are left out in any case: path to the name in ``left_out``.
+
+        A shard's name is the shortest end of its path that no other shard has. It may have been a longer or a shorter one when
+        it was recorded, because other shards may join or leave since.
+
+        Raises:
+            ValueError: If several shards may be the one that was left out.
+        """
+        wanted = self.left_out.get("", {})
+        if not wanted:
+            return {}
+        by_end = defaultdict(list)
+        for name in wanted:
+            by_end[name.rpartition("/")[2]].append(name)
+        found: dict[str, str] = {}
+        paths_of: dict[str, str] = {}
+        for path in paths:
+            parts = components(path)
+            for name in by_end.get(parts[-1], ()):
+                length = name.count("/") + 1
+                if "/".join(parts[-length:]) != name:
+                    continue
+                if name in paths_of:
+                    raise ValueError(
+                        f"the shard {name} was left out by an earlier start, because it is damaged (data.bad_shards), and both "
+                        f"{redacted(paths_of[name])} and {redacted(path)} may be it. Give new shards (data.grow) file names of "
+                        "their own."
+                    )
+                paths_of[name], found[path] = path, name
+        return found
 
     def check(self, reasons: Mapping[str, str], shards: int) -> None:
         """Checks the limit.

@@ -30,7 +30,9 @@ from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
+from dtrain.data.order.growth import ShardList
 from dtrain.data.order.index import Index
+from dtrain.data.order.randomness import hash64
 from dtrain.data.shards.bad_shards import SKIP, BadShards, some_reasons
 from dtrain.data.shards.node_cache import CachePolicy
 from dtrain.data.shards.patterns import names
@@ -64,7 +66,7 @@ class DatasetIndex(Index):
     """Where the fields of every sample are; made by ``build``.
 
     Attributes:
-        shards: Paths.
+        shards: Paths; of a shard that was removed its name.
         names: Names of the shards, the first part of a sample's key.
         counts: Samples of each shard, int64, shape ``[shards]``.
         starts: First sample of each shard, and the end, int64, shape ``[shards + 1]``.
@@ -89,9 +91,12 @@ class DatasetIndex(Index):
         arrays: Mapping[str, np.ndarray],
         folder: Path | None = None,
         policy: CachePolicy | None = None,
+        known: ShardList | None = None,
+        removed: Sequence[int] = (),
     ) -> None:
         self.shards = list(shards)
-        self.names = names(self.shards)
+        self.names = names(self.shards) if known is None else list(known.names)
+        self.removed = tuple(removed)
         self.counts = arrays["counts"]
         self.starts = np.concatenate(([0], np.cumsum(self.counts)))
         self.num_samples = int(self.starts[-1])
@@ -99,10 +104,13 @@ class DatasetIndex(Index):
         self.sizes = arrays["sizes"]
         self.policy = policy or CachePolicy()
         # One shard of each folder is enough: the policy depends on the folder only.
-        self.far = any(map(self.policy.applies_to, {os.path.dirname(path): path for path in self.shards}.values()))
+        gone = set(self.removed)
+        folders = {os.path.dirname(path): path for at, path in enumerate(self.shards) if at not in gone}
+        self.far = any(map(self.policy.applies_to, folders.values()))
         self.left_out: Mapping[str, str] = {}
         self._arrays = arrays
         self._folder = folder
+        self._known = known
         self._keys = arrays["key_bytes"].data
         self._by_key: tuple[tuple[int, int], dict[bytes, list[int]]] = (-1, -1), {}
         digest = hashlib.sha256()
@@ -113,7 +121,8 @@ class DatasetIndex(Index):
         self.fingerprint = digest.hexdigest()[:16]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, (self.shards, None if self._folder else dict(self._arrays), self._folder, self.policy)
+        arrays = None if self._folder else dict(self._arrays)
+        return _restore, (self.shards, arrays, self._folder, self.policy, self._known, self.removed)
 
     @classmethod
     def build(
@@ -157,9 +166,9 @@ class DatasetIndex(Index):
             builder.index_shards(rank * len(kept) // world_size)
             return builder.columns()
 
-        kept, (arrays, folder), left_out = _without_damaged(paths, bad_shards, arrays_of)
+        kept, (arrays, folder), names_of, left_out = _without_damaged(paths, bad_shards, arrays_of)
         if left_out and rank == 0:
-            _warn_of(left_out, paths, bad_shards, policy)
+            _warn_of(left_out, names_of, len(paths), bad_shards, policy)
         doubts = json.loads(arrays["doubts"].tobytes())
         if doubts:
             more = f" ({len(doubts) - 1} more shards have such names)" if doubts[1:] else ""
@@ -167,6 +176,58 @@ class DatasetIndex(Index):
         index = cls(kept, arrays, folder, policy)
         index.left_out = left_out
         return index
+
+    @functools.cached_property
+    def shard_list(self) -> ShardList:  # type: ignore[override]
+        """The shards with what identifies each."""
+        if self._known is not None:
+            return self._known
+        arrays = self._arrays
+        checks = hash64(arrays["shard_sizes"], self.counts, arrays["shard_digests"]) >> np.uint64(32)
+        return ShardList(tuple(self.names), self.counts, checks.astype(np.uint32))
+
+    def head(self, shards: int) -> DatasetIndex:
+        """The index of the first shards alone."""
+        samples, arrays = int(self.starts[shards]), dict(self._arrays)
+        ends = {"offsets": samples, "sizes": samples, "key_starts": samples + 1}
+        for name in ("offsets", "sizes", "key_starts", "counts", "shard_sizes", "shard_versions", "shard_digests"):
+            arrays[name] = arrays[name][: ends.get(name, shards)]
+        first = self.shard_list.take(np.arange(shards)) if self.removed else None
+        removed = [shard for shard in self.removed if shard < shards]
+        return DatasetIndex(self.shards[:shards], arrays, None, self.policy, first, removed)
+
+    def with_removed(self, known: ShardList, numbers: np.ndarray) -> DatasetIndex:
+        """This index with shards that were removed in between: their samples keep their numbers, and cannot be read.
+
+        Args:
+            known: The list of all shards.
+            numbers: For each of them the index of the shard here, ascending, or -1; int64, shape ``[shards]``.
+        """
+        removed = np.flatnonzero(numbers < 0).tolist()
+        paths = [known.names[at] if number < 0 else self.shards[number] for at, number in enumerate(numbers.tolist())]
+        here = np.flatnonzero(numbers >= 0)
+        arrays = {name: self._arrays[name] for name in ("key_bytes", "doubts")}
+        for name in ("shard_sizes", "shard_versions", "shard_digests"):
+            arrays[name] = np.zeros(len(numbers), self._arrays[name].dtype)
+            arrays[name][here] = self._arrays[name]
+        arrays["counts"] = known.counts
+        rows = np.repeat(numbers >= 0, known.counts)
+        for name in ("offsets", "sizes"):
+            arrays[name] = np.full((len(rows), self._arrays[name].shape[1]), -1, np.int64)
+            arrays[name][rows] = self._arrays[name]
+        # The key of a sample that was removed is empty: it begins and ends where the next one begins.
+        lengths = np.zeros(len(rows), np.int64)
+        lengths[rows] = np.diff(self._arrays["key_starts"])
+        arrays["key_starts"] = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        folder = None
+        if self._folder is not None:  # large: mapped by all processes, as before
+            identity = hashlib.sha256(json.dumps([self._folder.name, numbers.tolist(), known.state_dict()]).encode())
+            folder = self._folder.with_name(identity.hexdigest()[:32])
+            with suppress(OSError):  # such as a full disk: every process holds a copy in memory
+                write_memmaps(folder, {name: array.shape for name, array in arrays.items()}, [arrays])
+            mapped = load_memmaps(folder)
+            arrays, folder = (arrays, None) if mapped is None else (mapped, folder)
+        return DatasetIndex(paths, arrays, folder, self.policy, known, removed)
 
     def stamp(self, shard: int) -> Stamp:
         """A shard's stamp when it was indexed."""
@@ -237,41 +298,45 @@ class DatasetIndex(Index):
 
 def _without_damaged(
     paths: Sequence[str], bad_shards: BadShards, arrays_of: Callable[[Sequence[str]], IndexArrays]
-) -> tuple[list[str], IndexArrays, dict[str, str]]:
-    """The shards that are used, their arrays, and name to reason of the others."""
-    left_out: dict[str, str] = {}
-    if named := bad_shards.left_out.get(""):
-        left_out = {name: named[name] for name in names(paths) if name in named}
+) -> tuple[list[str], IndexArrays, dict[str, str], dict[str, str]]:
+    """The shards that are used and their arrays; of the others, path to name, and name to reason."""
+    names_of = bad_shards.named_in(paths)
+    left_out = {name: bad_shards.left_out[""][name] for name in names_of.values()}
     while True:
         kept = list(paths)
         if left_out:
             bad_shards.check(left_out, len(paths))
-            kept = [path for path, name in zip(paths, names(paths), strict=True) if name not in left_out]
+            kept = [path for path in paths if path not in names_of]
         try:
-            return kept, arrays_of(kept), left_out
+            return kept, arrays_of(kept), names_of, left_out
         except DamagedShards as error:
             if bad_shards.decided:
                 remedy = (
-                    "Earlier starts of the run used it, so it cannot be left out now. Restore it, or start a new run."
+                    "data.bad_shards=skip leaves out only shards that were damaged when the run began, also with data.grow. "
+                    "Restore it, take it out of data.train, or start a new run."
+                    if bad_shards.grows
+                    else "Earlier starts of the run used it, so it cannot be left out now. Restore it, or start a new run."
                 )
                 raise ShardError(error.path, error.offset, error.problem, f"{error.more}{remedy}") from None
             if not bad_shards.skips:
                 raise
             # Once more without them. The indexes of the others are stored, so this takes little time.
             known = dict(zip(paths, names(paths), strict=True))
+            names_of |= {path: known[path] for path in error.reasons}
             left_out |= {known[path]: why for path, why in error.reasons.items()}
 
 
-def _warn_of(left_out: Mapping[str, str], paths: Sequence[str], bad_shards: BadShards, policy: CachePolicy) -> None:
+def _warn_of(
+    left_out: Mapping[str, str], names_of: Mapping[str, str], shards: int, bad_shards: BadShards, policy: CachePolicy
+) -> None:
     """Warns of the shards that are left out, also of those that could be read by now."""
-    text = f"{len(left_out)} of {len(paths)} shards left out, because they are damaged: {some_reasons(left_out)}."
+    text = f"{len(left_out)} of {shards} shards left out, because they are damaged: {some_reasons(left_out)}."
     if bad_shards.decided:
         intact = []
-        for path, name in zip(paths, names(paths), strict=True):
-            if name in left_out:
-                with suppress(ShardError, OSError):
-                    load_or_build(path, policy=policy)
-                    intact.append(name)
+        for path, name in names_of.items():
+            with suppress(ShardError, OSError):
+                load_or_build(path, policy=policy)
+                intact.append(name)
         text = f"damaged shards are left out, as by the earlier starts of the run: {some_reasons(left_out)}."
         if intact:
             text += f" Intact by now: {_some(intact)}. Only a new run uses them, because they change the order of all samples."
@@ -279,7 +344,12 @@ def _warn_of(left_out: Mapping[str, str], paths: Sequence[str], bad_shards: BadS
 
 
 def _restore(
-    shards: Sequence[str], arrays: Mapping[str, np.ndarray] | None, folder: Path | None, policy: CachePolicy
+    shards: Sequence[str],
+    arrays: Mapping[str, np.ndarray] | None,
+    folder: Path | None,
+    policy: CachePolicy,
+    known: ShardList | None,
+    removed: Sequence[int],
 ) -> DatasetIndex:
     if folder is not None:
         arrays = load_memmaps(folder)
@@ -287,7 +357,7 @@ def _restore(
         raise FileNotFoundError(
             f"the index of the dataset was removed from {folder} while the run needs it. Start the run again."
         )
-    return DatasetIndex(shards, arrays, folder, policy)
+    return DatasetIndex(shards, arrays, folder, policy, known, removed)
 
 
 class DamagedShards(ShardError):

@@ -53,6 +53,14 @@ _OTHER_FORMATS = (
 )
 
 
+def has_end_mark(path: str) -> bool:
+    """Whether a local file ends with two blocks of zeros; without them it is still being written, or was cut short."""
+    with open(path, "rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 2 * _BLOCK))
+        return file.read() == 2 * _ZEROS
+
+
 class Walkable(Protocol):
     """The methods of a binary file that ``walk`` needs."""
 

@@ -49,7 +49,7 @@ class RandomOffsetSource(ShardSource):
                 f"data.random_offset=true: the samples have the fields {fields}, want only rows of tokens, such as {{tok: "
                 "{name: tokens, dtype: uint16, length: 1025}}. Remove the other fields, or set data.random_offset=false."
             )
-        result = cls(source.index, source.fields)
+        result = cls(source.index, source.fields, source.waiting)
         result._check_consecutive(source)
         return result
 

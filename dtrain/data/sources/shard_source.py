@@ -21,7 +21,7 @@ import time
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import getitem
 from typing import Any
 
@@ -29,6 +29,7 @@ import numpy as np
 
 from dtrain.data.fields.decode import decode
 from dtrain.data.fields.field import DataError, Field, SampleError
+from dtrain.data.order.growth import Growth, ShardList
 from dtrain.data.shards.bad_shards import SKIP, BadShards
 from dtrain.data.shards.dataset_index import DatasetIndex
 from dtrain.data.shards.http_ranges import NoRanges
@@ -44,6 +45,7 @@ from dtrain.data.shards.shard_file import (
     open_shard,
     redacted,
 )
+from dtrain.data.shards.tar import has_end_mark
 from dtrain.data.sources.source import OpenReaders, Reader, Source
 
 #: Larger members are not read: a worker and the batch would each hold a copy.
@@ -72,10 +74,17 @@ Wanted = tuple[str, Stamp]
 
 @dataclass(frozen=True)
 class ShardSource(Source):
-    """Shards, and the members to read from each sample: one column of the index for each field."""
+    """Shards, and the members to read from each sample: one column of the index for each field.
+
+    Attributes:
+        index: The index of the shards.
+        fields: The fields.
+        waiting: Paths of shards without their end mark, which are not read.
+    """
 
     index: DatasetIndex
     fields: tuple[Field, ...]
+    waiting: tuple[str, ...] = ()
 
     @classmethod
     def build(
@@ -87,6 +96,7 @@ class ShardSource(Source):
         world_size: int = 1,
         policy: CachePolicy | None = None,
         bad_shards: BadShards | None = None,
+        growth: Growth = Growth(),  # noqa: B008 - frozen
     ) -> ShardSource:
         """Finds and indexes shards.
 
@@ -98,18 +108,52 @@ class ShardSource(Source):
             world_size: Number of processes.
             policy: Which shards are read through the node cache; None: URLs and network file systems.
             bad_shards: What happens to damaged shards; None: they are refused.
+            growth: Whether shards may join later; local ones without their end mark then wait, with a warning. They do not
+                count as damaged.
 
         Raises:
             ValueError: If a pattern matches nothing, a shard is damaged, or no sample read has the value of a json field.
             FileNotFoundError: If a named shard does not exist.
         """
         extensions = [field.ext for field in fields]
-        paths = expand(shards, keep_missing=bad_shards is not None and bad_shards.action == SKIP)
+        bad_shards = replace(bad_shards or BadShards(), grows=growth != Growth())
+        paths, waiting = expand(shards, keep_missing=bad_shards.action == SKIP), []
+        if growth.when is not None:
+            left_out = bad_shards.named_in(paths)  # these were damaged at an earlier start: they do not join
+            waiting = [
+                path for path in paths if path not in left_out and os.path.isfile(path) and not has_end_mark(path)
+            ]
+            unfinished = set(waiting)
+            paths = [path for path in paths if path not in unfinished]
+            if waiting:
+                text = (
+                    f"{len(waiting)} of {len(paths) + len(waiting)} shards, such as {waiting[0]}, end without the end mark of "
+                    "a tar: they are still being written, or damaged."
+                )
+                if not paths:
+                    raise ValueError(f"{text} At least one complete shard is needed.")
+                warnings.warn(f"{text} They wait for the next start.", stacklevel=2)
         ranks = {"rank": rank, "world_size": world_size}
         index = DatasetIndex.build(paths, extensions, **ranks, policy=policy, bad_shards=bad_shards)
-        source = cls(index, tuple(fields))
+        source = cls(index, tuple(fields), tuple(waiting))
         source._check_json()
         return source
+
+    def numbered(self, numbers: np.ndarray, known: ShardList) -> ShardSource:
+        """This source with its shards in a different order; see ``Growth.numbering``.
+
+        Args:
+            numbers: The shard of each new number, -1 for one that was removed; int64, shape ``[shards]``.
+            known: The shards that a state knows: the first ones of the new order.
+        """
+        index, here = self.index, numbers[numbers >= 0]
+        paths = [index.shards[number] for number in here.tolist()]
+        built = DatasetIndex.build(paths, [field.ext for field in self.fields], policy=index.policy)
+        if len(here) < len(numbers):
+            every = known.followed_by(index.shard_list.take(numbers[len(known.names) :]))
+            built = built.with_removed(every, np.where(numbers < 0, -1, np.cumsum(numbers >= 0) - 1))
+        built.left_out = index.left_out
+        return replace(self, index=built)
 
     def _check_json(self) -> None:
         """Refuses json fields that none of some samples has: a wrong key would make all samples bad."""
@@ -143,8 +187,10 @@ class ShardSource(Source):
 
     def summary(self) -> str:
         """``1,000 samples in 10 shards``, and the damaged shards that are left out."""
-        shards, left_out = len(self.index.shards), list(self.index.left_out)
-        text = f"{self.index.num_samples:,} samples in {shards:,} {'shard' if shards == 1 else 'shards'}"
+        index, left_out = self.index, list(self.index.left_out)
+        shards = len(index.shards) - len(index.removed)
+        samples = index.num_samples - int(index.counts[list(index.removed)].sum())
+        text = f"{samples:,} samples in {shards:,} {'shard' if shards == 1 else 'shards'}"
         if left_out:
             more = ", ..." if len(left_out) > _MOST_NAMED else ""
             text += f", without {len(left_out)} damaged: {', '.join(left_out[:_MOST_NAMED])}{more}"

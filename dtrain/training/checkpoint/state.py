@@ -70,6 +70,7 @@ class TrainState:
         class_names: The name of each label, if the data have a ``classes.json``.
         code: Git checkouts and their commits, for the checkpoints of rank 0.
         forked: Where this start has branched off, see ``Fork``; {} if it has not.
+        build_schedule: Builds the schedule again, after a change of the data; None for one that was passed in.
         hooks: The hooks whose states are saved and restored; None without hooks.
         media_sink: Called by ``log_media`` with step, name and content; set by ``RunLogger``.
         rest: The parameters that are never trained, as this start has built them; set by ``resume.build_rest``, and None if
@@ -88,6 +89,7 @@ class TrainState:
     class_names: list[str] | None = None
     code: dict[str, str] = field(default_factory=dict)
     forked: dict[str, Any] = field(default_factory=dict)
+    build_schedule: Callable[[], Callable[[int], float]] | None = None
     hooks: Stateful | None = None
     media_sink: Callable[[int, str, bytes | str], None] = field(default=lambda step, name, content: None, init=False)
     rest: BuiltRest | None = field(default=None, init=False)
@@ -256,6 +258,7 @@ class TrainState:
         if with_data:
             with as_config_error("data"):
                 self.train_loader.load_state_dict(state["loader"])
+            self.rebuild_schedule()
         load_module(self.model, checkpoint.stored("model"), "the checkpoint", lacks)
         tensors = checkpoint.stored("optimizer")
         load_optimizer(self.optimizer, self.model, tensors, state["optimizer"], state["optimizer_groups"])
@@ -288,6 +291,11 @@ class TrainState:
         data = {name: loader.index.fingerprint for name, loader in loaders.items() if loader is not None}
         return {**self.totals.times(), "parameters": everything, "trained_parameters": trained, "data": data}
 
+    def rebuild_schedule(self) -> None:
+        """Lays the schedule out for the data as they were at the run's first start, which the loader knows by now."""
+        if self.build_schedule is not None:
+            self.step.schedule = self.build_schedule()
+
     def begin_segment(self) -> dict[str, Any]:
         """The segment of the steps of this start, which is appended to ``segments`` if it does not continue the last one."""
         segment = {
@@ -299,14 +307,24 @@ class TrainState:
         if self.train_loader.excluded:
             segment["excluded"] = self.train_loader.excluded
 
-        def continues(last: dict[str, Any]) -> bool:
+        def identity(one: dict[str, Any]) -> str:
             keys = ("ranks", "micro_batch", "settings", "excluded")
-            # As text, because the deal of a mixture depends on the order of its sources.
-            return json.dumps([last.get(key) for key in keys]) == json.dumps([segment.get(key) for key in keys])
+            # As text, because the deal of a mixture depends on the order of its sources. The data may have grown.
+            return json.dumps([*(one.get(key) for key in keys), one.get("state", {}).get("data")])
+
+        def continues(last: dict[str, Any]) -> bool:
+            return identity(last) == identity(segment)
 
         earlier = [each for each in self.segments if each["step"] < self.step.step]
-        self.segments = earlier if earlier and continues(earlier[-1]) else [*earlier, segment]
+        every = earlier if earlier and continues(earlier[-1]) else [*earlier, segment]
+        self.segments = [*map(_without_shards, every[:-1]), every[-1]]
         return segment
+
+
+def _without_shards(segment: dict[str, Any]) -> dict[str, Any]:
+    """A segment without its list of shards, which is the beginning of the list of the last segment."""
+    state = {key: value for key, value in segment.get("state", {}).items() if key != "shards"}
+    return segment | ({"state": state} if state else {})
 
 
 @dataclass

@@ -332,6 +332,9 @@ def banner_rows(spec: RunSpec, run: TrainState, start: str, last_step: int) -> d
     masked = world.size * micro * rows - cfg.train.global_batch_size
     # The schedule's own, which ``schedule.horizon`` may have set; a user's schedule may have none.
     horizon = getattr(run.step.schedule, "horizon", schedule_horizon(cfg.train, loader))
+    first = loader.steps_in(1)
+    typed = isinstance(cfg.schedule, Mapping) and cfg.schedule.get("horizon") is not None
+    grown = f" (of the first start, with {first:,} an epoch)" if loader.has_changed and not typed else ""
     fixed = fixed_shapes(run.model)
     cut = cut_short(run.step.schedule, cfg.train, loader, last_step)
     scaled = ", loss scaling" if run.precision.scales_gradients else ""
@@ -344,13 +347,15 @@ def banner_rows(spec: RunSpec, run: TrainState, start: str, last_step: int) -> d
         "ranks": f"{world.size} on {_device_name(world)}, {world.backend.split(':')[-1]}",
         "precision": f"{run.precision.name} (autocast {dtype_name(run.precision.compute_dtype)}{scaled})",
         "transfer": loader.transfer.describe(),
-        "train data": "\n".join([loader.source.summary(), *_mixed(loader, last_step - run.step.step)]),
+        "train data": "\n".join(
+            [loader.source.summary(), *loader.data_changes, *_mixed(loader, last_step - run.step.step)]
+        ),
         "eval data": run.eval_loader.source.summary() if run.eval_loader is not None else "none",
         "workers": f"{loader.num_workers} for each rank"
         + (f" ({loader.workers_reason})" if loader.workers_reason else ""),
         "global batch": f"{cfg.train.global_batch_size} = {_counted(world.size, 'rank')} x "
         f"{_counted(micro, 'micro-batch', 'es')} x {_counted(rows, 'row')}" + (f" ({masked} masked)" if masked else ""),
-        "steps": f"{last_step:,} ({loader.steps_per_epoch:,} an epoch), schedule over {horizon:,}"
+        "steps": f"{last_step:,} ({loader.steps_per_epoch:,} an epoch), schedule over {horizon:,}{grown}"
         + (f", {cut}" if cut else ""),
         "model": f"{_parameters(run.model)}, {type(optimizer).__name__}"
         + (" (fused)" if optimizer.defaults.get("fused") else ""),

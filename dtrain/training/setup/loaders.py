@@ -18,6 +18,7 @@ from dtrain.data.fields.tokenizers import DATASET, Corpus
 from dtrain.data.loading.stream import Stream, StreamLoader
 from dtrain.data.mixing import Mix
 from dtrain.data.order.epoch_order import choose_lanes
+from dtrain.data.order.growth import Growth
 from dtrain.data.shards.bad_shards import BadShards, LeftOut
 from dtrain.data.shards.node_cache import CachePolicy
 from dtrain.data.shards.patterns import first_shard
@@ -77,6 +78,7 @@ def train_loader(
         random_offset=data.random_offset,
         augment=by_target("data.augment", data.augment) if data.augment is not None else None,
         mix=build_mix(data.mix) if data.mix is not None else None,
+        growth=build_growth(data),
         fills_cache=fills_cache,
     )
     if data.exclude is not None:
@@ -397,14 +399,32 @@ def _loader(
         if isinstance(named, Mapping):
             dataset = by_target(f"data.{split}", named)
             if isinstance(dataset, Stream):
+                if options.pop("growth", Growth()) != Growth():
+                    raise ConfigError("data.grow: a stream has no shards that can grow. Set data.grow=null.")
                 return StreamLoader(dataset, fields, **options)
             return ShardLoader.over(dataset, fields, shard_size=data.shard_size, **options)
         if not random_offset:
             return ShardLoader(named, fields, policy=policy, bad_shards=bad_shards, **options)
         source = ShardSource.build(
-            named, parse_fields(fields), rank=world.rank, world_size=world.size, policy=policy, bad_shards=bad_shards
+            named,
+            parse_fields(fields),
+            rank=world.rank,
+            world_size=world.size,
+            policy=policy,
+            bad_shards=bad_shards,
+            growth=options["growth"],
         )
         return ShardLoader(RandomOffsetSource.from_shards(source), **options)
+
+
+def build_growth(data: DataConfig) -> Growth:
+    """What ``data.grow`` and ``data.grow_allow_removed`` allow.
+
+    Raises:
+        ConfigError: If ``data.grow`` is impossible.
+    """
+    with as_config_error("data"):
+        return Growth(data.grow, data.grow_allow_removed)
 
 
 def build_mix(node: Any) -> Mix:
