@@ -318,6 +318,8 @@ def declare_torchvision_operators() -> None:
     try:
         import torchvision  # noqa: F401
     except (ImportError, RuntimeError):
+        if _libraries:
+            return  # a namespace is defined once
         library = torch.library.Library("torchvision", "DEF")
         library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

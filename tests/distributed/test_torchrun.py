@@ -110,7 +110,7 @@ TASK = f"task._target_={__name__}.FailsOnRankOne"
 @pytest.mark.slow
 def test_a_rank_that_raises_ends_the_job_with_its_traceback(installed: dict[str, str], tmp_path: Path) -> None:
     lines = failed(installed | {"END": "raise"}, *training(tmp_path / "run", TASK))
-    traceback = lines[lines.index("dtrain: rank 1 failed") :]
+    traceback = lines[next(at for at, line in enumerate(lines) if line.startswith("dtrain: rank 1 failed: task ")) :]
     # rank 0 says where the run is; its line may come before or after the traceback
     own = [line for line in traceback if not line.startswith("dtrain: failed at step")]
     assert own[-1] == "ZeroDivisionError: a bug of the user's"

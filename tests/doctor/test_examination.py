@@ -126,7 +126,7 @@ def test_an_error_of_one_rank_ends_all_ranks(tmp_path: Path, digits: Path, capfd
     assert len(failed.value.reports) == 2
     assert not failed.value.hung
     shown = capfd.readouterr().err
-    assert "dtrain: rank 1 failed\n" in shown
+    assert "dtrain: rank 1 failed: task tests.doctor.slow.FailsOnRankOne: ZeroDivisionError" in shown
     assert "ZeroDivisionError: made up" in shown
     assert "dtrain: rank 0 stops: rank 1 failed" in shown
     assert list(tmp_path.iterdir()) == []
