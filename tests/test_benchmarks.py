@@ -181,7 +181,7 @@ def test_documents_of_a_row_differ_from_separate_ones_by_rounding(tmp_path: Path
 def test_order_has_a_small_state(tmp_path: Path) -> None:
     state = quick("order", tmp_path, rows=("window", "full", "none", "state in a checkpoint, bytes"))["state"]
     assert state["data"]["num_shards"] == 10_000
-    assert len(json.dumps(state)) < 400
+    assert len(json.dumps(state)) < 400 + 20 * 10_000  # the list of shards, for data that grow
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ from dtrain.training.setup.batchnorm import calls_collectives, has_batchnorm
 from dtrain.training.setup.buffers import BufferGuard
 from dtrain.training.setup.model import is_compiled
 from dtrain.training.task import Task, copy_of_task, run_task
-from dtrain.training.unfinished import collectives_so_far
+from dtrain.training.unfinished import are_numbered, collectives_so_far
 
 logger = logging.getLogger("dtrain")
 _CALLS = "the task calls collectives"
@@ -57,6 +57,8 @@ def why_not(model: nn.Module, loader: ShardLoader, retries: int) -> str:
         return "train.max_memory_retries=0"
     if is_sharded(model) and not can_reset(model):
         return "a sharded model cannot be used again after a failed forward before torch 2.13"
+    if not are_numbered():
+        return "this backend does not number its collectives"
     if has_batchnorm(model):
         return "the model has BatchNorm, whose statistics depend on the micro-batch"
     if is_compiled(model):
@@ -183,7 +185,7 @@ class MemoryRetries:
         try:
             yield
         except Exception as error:
-            if not is_out_of_memory(error) or self.why_not:
+            if not is_out_of_memory(error) or self.why_not or self._run.is_sharded:  # there the check is a collective
                 raise
         else:
             return
@@ -196,7 +198,8 @@ class MemoryRetries:
             error: Raised by a window of this rank.
             batch: The last micro-batch, in host memory; None if there is none.
         """
-        if not is_out_of_memory(error) or self.why_not or batch is None:
+        known = not self._run.is_sharded or self._run.step.is_rehearsed
+        if not is_out_of_memory(error) or self.why_not or batch is None or not known:
             return False
         logger.warning("step %d: memory is exhausted on this rank: %s", self._run.step.step + 1, error)
         self._exhausted = True

@@ -473,6 +473,11 @@ class TrainStep:
         self.model = wrap(self.bare_model)
         self._averaged, self._unfinished = AveragedBackward(self.model), UnfinishedWindow(self.model)
 
+    @property
+    def is_rehearsed(self) -> bool:
+        """Whether a sharded model's collectives are known, so that ``cannot_compute`` can complete them."""
+        return isinstance(self._unfinished, UnfinishedShardedWindow) and self._unfinished.is_recorded
+
     def rehearse(self, batch: Batch) -> None:
         """Collective. With a sharded model: notes the collectives of micro-batches, for ``cannot_compute``; changes nothing.
 

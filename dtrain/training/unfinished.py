@@ -24,8 +24,22 @@ class StepOutOfMemory(Exception):
 
 def collectives_so_far() -> int:
     """Collectives that this rank has begun in the default group."""
-    group: Any = dist.group.WORLD
-    return int(group._get_sequence_number_for_group()) if group is not None else 0
+    return _number(dist.group.WORLD)
+
+
+def are_numbered() -> bool:
+    """Whether the default group numbers its collectives, as those of gloo and NCCL do."""
+    try:
+        return dist.group.WORLD is None or int(dist.group.WORLD._get_sequence_number_for_group()) >= 0  # type: ignore[attr-defined]
+    except RuntimeError:
+        return False
+
+
+def _number(group: Any) -> int:
+    try:
+        return int(group._get_sequence_number_for_group()) if group is not None else 0
+    except RuntimeError:  # see are_numbered
+        return 0
 
 
 class UnfinishedWindow:
@@ -132,7 +146,7 @@ class UnfinishedShardedWindow(UnfinishedWindow):
 
     def _count(self) -> int:
         groups = {each.group for record in self._records.values() for each in record}
-        return sum(int(group._get_sequence_number_for_group()) for group in groups)
+        return sum(map(_number, groups))
 
 
 # Names since torch 2.13, which call those before.

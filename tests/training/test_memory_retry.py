@@ -156,6 +156,7 @@ def test_thirty_random_places(tmp_path: Path, seed: int) -> None:
     if ranks > 1 and rng.random() < 0.5 and _HAS_RESET:
         given += ("parallel=fsdp", UNITS)
         at = [each if each[-1] in "0123er" else f"{each[:-1]}3" for each in at]  # it has four layers
+        at = [each for each in at if not each.startswith("1:")]  # the first calls of the task are checks
     if precision == "fp16":
         given += ("precision.loss_scale.init=1024", "precision.loss_scale.growth_interval=2")
     train(ranks, tmp_path / "whole", overrides=given)
