@@ -145,15 +145,18 @@ class MemoryRetries:
     @property
     def why_not(self) -> str:
         """Why the step cannot be done again; "" if it can."""
+        if (reason := self._never()) or not self._run.is_sharded or self._run.step.is_rehearsed:
+            return reason
+        return "the other ranks take part in the checks before the first step of a sharded model"
+
+    def _never(self) -> str:
+        """Why no step can be done again from now on; "" if one can."""
         if self._why_not:
             return self._why_not
         if self._next() is None:
             return "a micro-batch has one row already"
-        return (
-            ""
-            if self._left
-            else f"that was done train.max_memory_retries={self._run.cfg.train.max_memory_retries} times"
-        )
+        limit = self._run.cfg.train.max_memory_retries
+        return "" if self._left else f"that was done train.max_memory_retries={limit} times"
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -170,7 +173,7 @@ class MemoryRetries:
             batch: A micro-batch on the device.
         """
         run = self._run
-        if not run.is_sharded or self.why_not:
+        if not run.is_sharded or self._never():
             return
         row = batch.chosen([0])
         if calls_collectives(run.task, run.model, row, run.precision):
@@ -185,7 +188,7 @@ class MemoryRetries:
         try:
             yield
         except Exception as error:
-            if not is_out_of_memory(error) or self.why_not or self._run.is_sharded:  # there the check is a collective
+            if not is_out_of_memory(error) or self.why_not:
                 raise
         else:
             return
@@ -198,8 +201,7 @@ class MemoryRetries:
             error: Raised by a window of this rank.
             batch: The last micro-batch, in host memory; None if there is none.
         """
-        known = not self._run.is_sharded or self._run.step.is_rehearsed
-        if not is_out_of_memory(error) or self.why_not or batch is None or not known:
+        if not is_out_of_memory(error) or self.why_not or batch is None:
             return False
         logger.warning("step %d: memory is exhausted on this rank: %s", self._run.step.step + 1, error)
         self._exhausted = True

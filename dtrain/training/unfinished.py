@@ -79,10 +79,10 @@ class UnfinishedWindow:
             return
         reducer, backward_began = ddp.reducer, self._backward_began
         done = collectives_so_far() - backward_began if backward_began is not None else 0
-        if (
-            backward_began is None and collectives_so_far() == self._began
-        ):  # before the forward of the first micro-batch, which begins with these
-            if not self._failed:  # else it is past that, because the first step is settled at once
+        has_not_begun = backward_began is None and collectives_so_far() == self._began
+        if has_not_begun:  # then it lacks what the first forward of a window begins with
+            # In a window after one that failed, the buckets have been rebuilt: the first step is settled at once.
+            if not self._failed:
                 reducer._rebuild_buckets()
             if ddp.broadcast_buffers and ddp.modules_buffers:
                 ddp._sync_buffers()
