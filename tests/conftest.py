@@ -4,6 +4,7 @@ import gc
 import logging
 import os
 import pickle
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,6 +116,29 @@ def finished_run(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     ]
     train_on(1, run_dir, *overrides)
     return run_dir
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards of 160 rows of 16 bytes."""
+    from dtrain.pack import __main__ as pack
+
+    folder = tmp_path_factory.mktemp("text")
+    words = " ".join(str(number * number) for number in range(600))
+    (folder / "a.txt").write_text(words[: 160 * 16])
+    assert pack.main(["text", str(folder / "a.txt"), str(folder / "shards"), "--length=16", "--shards=4"]) in (0, None)
+    return folder / "shards"
+
+
+@pytest.fixture
+def torchrun(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The command lines of torchrun, which is not started."""
+    calls: list[list[str]] = []
+    monkeypatch.setattr("torch.distributed.run.main", lambda: calls.append(sys.argv))
+    # Its thread keeps the frames of the main thread, and so the tensors of later tests.
+    monkeypatch.setattr("dtrain.distributed.torchrun.prepare_torchrun", lambda: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    return calls
 
 
 @pytest.fixture

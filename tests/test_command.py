@@ -25,17 +25,6 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def torchrun(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The command lines of torchrun, which is not started."""
-    calls: list[list[str]] = []
-    monkeypatch.setattr("torch.distributed.run.main", lambda: calls.append(sys.argv))
-    # Its thread keeps the frames of the main thread, and so the tensors of later tests.
-    monkeypatch.setattr("dtrain.distributed.torchrun.prepare_torchrun", lambda: None)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return calls
-
-
-@pytest.fixture
 def in_process(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The arguments of trainings in this process, which are not started."""
     calls: list[list[str]] = []

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from benchmarks.fault_hook import faulty
 from dtrain.export import __main__ as export
-from dtrain.pack import __main__ as pack
 from dtrain.training.checkpoint.checkpoints import Checkpoints
 from tests.ranks import RanksFailed, run_ranks
 from tests.test_evaluate import evaluated, numbers
@@ -28,16 +27,6 @@ GPT = (
     *("train.global_batch_size=8", "train.max_steps=null", "train.max_epochs=1", "data.record_keys=true"),
     *("train.ema_decay=0.9", "checkpoint.every_steps=3", "schedule=constant", "optimizer.lr=1e-2"),
 )
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards of 160 rows of 16 bytes."""
-    folder = tmp_path_factory.mktemp("text")
-    words = " ".join(str(number * number) for number in range(600))
-    (folder / "a.txt").write_text(words[: 160 * 16])
-    assert pack.main(["text", str(folder / "a.txt"), str(folder / "shards"), "--length=16", "--shards=4"]) in (0, None)
-    return folder / "shards"
 
 
 def train(ranks: int, run_dir: Path, text: Path, *overrides: str) -> None:

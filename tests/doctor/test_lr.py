@@ -7,7 +7,6 @@ import io
 import json
 import math
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +33,6 @@ from dtrain.training.task import Output
 from tests.ranks import run_ranks
 from tests.refusals import assert_refused, refused
 from tests.whole_runs import tree
-
-
-@pytest.fixture
-def torchrun(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The command lines of torchrun, which is not run."""
-    calls: list[list[str]] = []
-    monkeypatch.setattr("torch.distributed.run.main", lambda: calls.append(sys.argv))
-    monkeypatch.setattr("dtrain.distributed.torchrun.prepare_torchrun", lambda: None)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    return calls
-
 
 QUIET = ("experiment=digits", "tracker=none", "data.num_workers=0")
 SGD = (

@@ -18,7 +18,6 @@ from dtrain.config.instantiate import by_target
 from dtrain.data.order.randomness import seed_generators
 from dtrain.export import __main__ as export
 from dtrain.export import artefact
-from dtrain.pack import __main__ as pack
 from dtrain.training.checkpoint.checkpoints import Checkpoints
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import assert_refused
@@ -36,16 +35,6 @@ SMALL = (
 ADAPTER = re.compile(
     r"base_model\.model\.(blocks\.\d\.attention\.(qkv|out)\.lora_[AB]|head\.modules_to_save)\.default\.weight"
 )
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Shards of 160 rows of 16 bytes."""
-    folder = tmp_path_factory.mktemp("text")
-    words = " ".join(str(number * number) for number in range(600))
-    (folder / "a.txt").write_text(words[: 160 * 16])
-    assert pack.main(["text", str(folder / "a.txt"), str(folder / "shards"), "--length=16", "--shards=4"]) in (0, None)
-    return folder / "shards"
 
 
 def train(ranks: int, run_dir: Path, text: Path, *overrides: str) -> None:
