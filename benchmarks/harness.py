@@ -301,6 +301,11 @@ def cpu_seconds() -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def cpu_seconds_since(start: float) -> float:
+    """What ``cpu_seconds`` has grown since it was ``start``, at least one tick of its clock, so that rates are finite."""
+    return max(cpu_seconds() - start, 1 / os.sysconf("SC_CLK_TCK"))
+
+
 @contextmanager
 def scratch(keep: Path | None = None) -> Iterator[Path]:
     """A temporary folder, or ``keep``; dtrain's cache lies in it, so nothing stays in the user's."""

@@ -201,7 +201,7 @@ def measure(work_fields: dict[str, Any], row_fields: list[str], workers: int, se
         ended = time.perf_counter()
         if ended - started >= seconds:
             break
-    cpu = max(harness.cpu_seconds() - cpu, 0.01)  # the kernel counts in hundredths of a second
+    cpu = harness.cpu_seconds_since(cpu)
     return {"samples/s": samples / (ended - started), "us/sample": cpu / samples * 1e6}
 
 

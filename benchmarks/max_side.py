@@ -79,7 +79,7 @@ def pack(source: Path, destination: Path, options: list[str]) -> dict[str, float
     """The pattern of the shards of one row, their size, and the CPU time of packing, in milliseconds an image."""
     cpu = harness.cpu_seconds()
     harness.run(harness.python("-m", "dtrain.pack", "imagefolder", source, destination, "--shards", "4", *options))
-    cpu = harness.cpu_seconds() - cpu
+    cpu = harness.cpu_seconds_since(cpu)
     size = sum(path.stat().st_size for path in destination.glob("train-*.tar"))
     images = len(list(source.rglob("*.jpg")))
     return {"shards": f"{destination}/train-*.tar", "MB": size / 1e6, "ms": 1e3 * cpu / images}
@@ -103,7 +103,7 @@ def measure(shards: str, workers: int, seconds: float) -> dict[str, float]:
     while (elapsed := time.perf_counter() - started) < seconds or not samples:
         samples += int(next(batches).valid.sum())
         loader.commit()
-    cpu = harness.cpu_seconds() - cpu
+    cpu = harness.cpu_seconds_since(cpu)
     loader.close()
     return {"samples/s": samples / elapsed, "us/sample": 1e6 * cpu / samples}
 

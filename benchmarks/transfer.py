@@ -104,7 +104,7 @@ def measure(kind: str, dtype: str, batches: int) -> dict[str, float]:
             cpu, started = harness.cpu_seconds(), time.perf_counter()
         batch = next(stream)
         loader.commit()
-    seconds, cpu = time.perf_counter() - started, harness.cpu_seconds() - cpu
+    seconds, cpu = time.perf_counter() - started, harness.cpu_seconds_since(cpu)
     loader.close()
     copies = []
     for _ in range(COPIES):
