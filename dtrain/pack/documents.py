@@ -199,11 +199,8 @@ def _checked(file: TextFile) -> TextFile:
                 raise ValueError(f"the line at byte {begin:,} {error}") from error
             begin += len(line)
             if text is not None:
-                documents, empty, text_bytes = (
-                    documents + bool(text),
-                    empty + (not text),
-                    text_bytes + len(text.encode()),
-                )
+                documents, empty = documents + bool(text), empty + (not text)
+                text_bytes += len(text if text.isascii() else text.encode())
     if file.json_key is None:
         documents, empty = int(text_bytes > 0), int(text_bytes == 0)
     return TextFile(file.path, file.name, file.size, file.json_key, documents, empty, text_bytes)
@@ -211,10 +208,10 @@ def _checked(file: TextFile) -> TextFile:
 
 def _text_of(line: bytes, key: str) -> str | None:
     """The text in a line of a ``.jsonl`` file; None if the line is blank. A ``ValueError`` says what the line is instead."""
-    if not line.strip():
+    if not line or line.isspace():
         return None
     try:
-        value = json.loads(line)
+        value = json.loads(line.decode().removeprefix("\ufeff"))  # of bytes, json would guess the encoding
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON ({error})") from error
     if not isinstance(value, dict):
@@ -225,7 +222,7 @@ def _text_of(line: bytes, key: str) -> str | None:
     if not isinstance(text, str):
         raise ValueError(f"has {_json_type(text)} at the key {key!r}, want a string")
     try:
-        text.encode()
+        text.isascii() or text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"holds half of a surrogate pair, which is not Unicode text ({error.reason})") from error
     return text

@@ -304,7 +304,7 @@ class _Encoding:
                     tokens = self.tokenizer.encode(text, *context)
                 except ValueError as error:
                     raise ValueError(f"{piece.path}: {error}") from error
-                file.write(tokens.astype(dtype, copy=False).tobytes())
+                file.write(tokens.astype(dtype, copy=False).data)
                 size += len(tokens) + (len(end) if ends else 0)
                 # Also where a piece ends inside a document, whose rest may be in another part.
                 self._check_length(piece, size)

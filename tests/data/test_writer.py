@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from dtrain.data.writer import balanced_sizes, check_key, encode, write_shards
+from dtrain.data.writer import balanced_sizes, check_key, encode, write_shard, write_shards
 from tests.refusals import refused
 
 
@@ -45,6 +45,31 @@ def test_webdataset_reads_what_was_written(tmp_path):
     assert [sample["__key__"] for sample in read] == [f"sample_{n:04d}" for n in range(10)]
     assert [int(sample["cls"]) for sample in read] == list(range(10))
     assert [sample["bin"] for sample in read] == [sample["bin"] for sample in samples(10)]
+
+
+@given(
+    st.dictionaries(
+        st.text(st.characters(exclude_characters="./\0", exclude_categories=("Cs",)), min_size=1, max_size=6),
+        st.dictionaries(st.sampled_from(["bin", "tok", "left.jpg", "größe"]), st.integers(0, 3 * 512), min_size=1),
+        max_size=4,
+    ),
+    st.sampled_from([0, 80, 89, 90, 91, 95, 150, 300]),
+)
+@settings(max_examples=60)
+def test_the_bytes_are_those_of_webdatasets_writer(tmp_path_factory, shapes, longer):
+    directory = "d" * longer + "/" if longer else ""
+    written = [
+        {"__key__": directory + key, **{extension: bytes(size) for extension, size in members.items()}}
+        for key, members in shapes.items()
+        if not (key.startswith("__") or key in ("", "."))
+    ]
+    path = tmp_path_factory.mktemp("written") / "x.tar"
+    write_shard(path, written)
+    expected = io.BytesIO()
+    with webdataset.TarWriter(expected, mtime=0, encoder=encode) as tar:
+        for sample in written:
+            tar.write(sample)
+    assert path.read_bytes() == expected.getvalue()
 
 
 @given(st.integers(0, 10_000), st.integers(1, 200))

@@ -524,4 +524,5 @@ def test_a_bad_image_found_by_another_process_is_named(source, tmp_path, capsys)
     assert pack(source, tmp_path / "dst", "--shards", 2, "--processes", 2) == 1
     error = capsys.readouterr().err
     assert "broken.png: not a readable image" in error
-    assert error.count("\n") == 1
+    assert "Traceback" not in error
+    assert "broken.png" in error.splitlines()[-1]  # there may be lines of progress before it
