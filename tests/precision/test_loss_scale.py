@@ -210,9 +210,7 @@ def test_a_hysteresis_that_was_not_saved_is_full_and_a_saved_one_is_kept_within_
 def test_a_step_that_is_done_again_is_not_counted_twice(
     steps: int, hysteresis: int, overflows: tuple[int, ...]
 ) -> None:
-    once, twice = (
-        LossScale(CPU, init=8, growth_interval=3, max_scale=16, hysteresis=hysteresis) for _ in range(2)
-    )
+    once, twice = (LossScale(CPU, init=8, growth_interval=3, max_scale=16, hysteresis=hysteresis) for _ in range(2))
     for number in range(steps):
         overflow = torch.tensor(number in overflows)
         once.update(overflow)
