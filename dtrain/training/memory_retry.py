@@ -27,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.loading.stream import StreamLoader
 from dtrain.data.order.randomness import seed_generators
-from dtrain.distributed.sharding import can_reset, is_sharded
+from dtrain.distributed.sharding import can_reset, check_accumulation, is_sharded
+from dtrain.errors import ConfigError
 from dtrain.precision import Precision
 from dtrain.training.breakpoints import without_breakpoints
 from dtrain.training.checkpoint.state import TrainState
@@ -68,6 +69,16 @@ def why_not(model: nn.Module, loader: ShardLoader, retries: int) -> str:
         return "parallel.static_graph=true"
     if isinstance(loader, StreamLoader):
         return "a stream cannot be read again from the step before"
+    return ""
+
+
+def _accumulates_in_16_bits(run: TrainState) -> str:
+    """Why a sharded model, of which a step has one micro-batch, must not have several; "" if it may."""
+    if run.is_sharded:
+        try:
+            check_accumulation(run.cfg.parallel, micro_batches=2)
+        except ConfigError:
+            return f"gradients of several micro-batches would be added up in {run.cfg.parallel.reduce_dtype}"
     return ""
 
 
@@ -156,7 +167,7 @@ class MemoryRetries:
         self._run = run
         self._warn = warn
         self._left = run.cfg.train.max_memory_retries
-        self._why_not = why_not(run.step.model, run.train_loader, self._left)
+        self._why_not = why_not(run.step.model, run.train_loader, self._left) or _accumulates_in_16_bits(run)
         self._exhausted = False  # on this rank
         self.metrics: list[str] | None = None
 

@@ -232,9 +232,10 @@ def _require_recoverable(run: TrainState, batch: Batch) -> None:
     if run.is_sharded:
         reason = why_not(run.step.model, run.train_loader, retries=1)
     elif run.world.size > 1:
-        few = batch.chosen(range(min(2, len(batch.valid)))).to(run.world.device)
-        calls = calls_collectives(run.task, run.model, few, run.precision)
-        # An error counts as a call, too: the trial raises it, unless memory is exhausted.
+        few, calls = batch.chosen(range(min(2, len(batch.valid)))).to(run.world.device), False
+        with suppress(MemoryError, torch.OutOfMemoryError):
+            calls = calls_collectives(run.task, run.model, few, run.precision)
+        # An error counts as a call, too; the trial raises it.
         if _on_any_rank(run, calls) and _fit(run, batch, len(few.valid), 0):
             reason = CALLS
     if reason:
