@@ -43,6 +43,24 @@ class SpoiltOnce(Layers):
         return output
 
 
+class Counting(Layers):
+    """Buffers count the forwards of the training, and their rows."""
+
+    def __init__(self, classes: int = 10, width: int = 2048) -> None:
+        super().__init__(classes, width)
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("rows", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.forwards += 1
+            self.rows += len(x)
+        output = x
+        for layer in self:
+            output = layer(output)
+        return output
+
+
 def contrast(model: nn.Module, batch: Any) -> Output:
     """Each row is to be most similar to itself, among the rows of its micro-batch."""
     outputs = model(batch["image"])[batch.valid]

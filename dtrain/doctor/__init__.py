@@ -8,7 +8,6 @@ Files in reading order:
 * ``measure``: seconds of the loader, of an optimizer step and of an all-reduce.
 * ``disks``: speed of reading the shards and of writing a checkpoint.
 * ``judge``: which part limits a run, what to change, and known problems of its config, such as missing packages.
-* ``step_memory``: what a step allocates, measured on tensors without data.
 * ``memory``: ``doctor memory``, the memory of a step by strategy, and what fits.
 * ``examination``: measures a configured run part by part and formats the result.
 * ``lr``: ``doctor lr``, a learning rate range test.

@@ -2,13 +2,6 @@
 
     dtrain doctor memory experiment=bytes_gpt [ranks=8] [ranks_per_node=8] [device_memory=80GB] [key=value ...]
 
-* A *strategy* is how the ranks share the model: ``ddp``, ``fsdp`` or ``hsdp``, with its options.
-* A step needs memory for parameters, gradients, optimizer state and averaged weights, which follow from their shapes, and for
-  activations, which are measured (``step_memory``). *Working* memory is what communication needs: parameters that FSDP has
-  gathered, and messages in a different dtype.
-* A strategy *fits* if it needs at most nine tenths of the device. The rest is for what torch's tensors do not show: CUDA's
-  context, NCCL, libraries, and gaps between tensors.
-
 It needs one process and reads one micro-batch. It writes nothing.
 """
 
@@ -19,11 +12,10 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dtrain import command_line
 from dtrain.command_line import add_json_option, write_json
@@ -34,201 +26,17 @@ from dtrain.console import Finding, align_rows, print_banner, size_text
 from dtrain.data import ShardLoader
 from dtrain.distributed.process_group import process_group
 from dtrain.distributed.world import World
-from dtrain.doctor.step_memory import StepMemory, measure_step
 from dtrain.errors import ConfigError
 from dtrain.precision import Precision
-from dtrain.precision.reduce_dtype import REDUCE_DTYPES, reduced_dtype
 from dtrain.runs.recompose import recompose_if_run, take
 from dtrain.training.build import build_precision
-from dtrain.training.monitor.communication import (
-    Traffic,
-    gradient_traffic,
-    padded_numel,
-    sharded_traffic,
-    traffic_of,
-    vote_traffic,
-)
+from dtrain.training.memory_retry import smaller
+from dtrain.training.memory_usage import USABLE, Strategy, Usage, usage
 from dtrain.training.setup.loaders import prepare_data, train_loader
+from dtrain.training.step_memory import StepMemory, measure_step
 
-#: The part of a device's memory that a step may use.
-USABLE = 0.9
-_GATHERED = 3  # units at once: the current one, the next one, and the buffer that the next one is received in
-_PRESETS = {"none": "ddp", "full": "fsdp", "hybrid": "hsdp"}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) *(MB|GB|TB|MiB|GiB|TiB)")
 _UNITS = {"M": 2**20, "G": 2**30, "T": 2**40}
-
-
-@dataclass(frozen=True)
-class Strategy:
-    """How ranks share the model.
-
-    Attributes:
-        parallel: The group ``parallel`` of the config.
-        ranks: Number of ranks.
-        shard_ranks: Number of ranks that hold one copy of the model together.
-    """
-
-    parallel: ParallelConfig
-    ranks: int
-    shard_ranks: int = 1
-
-    @classmethod
-    def from_config(cls, parallel: ParallelConfig, ranks: int, ranks_per_node: int) -> Strategy:
-        """The strategy that ``parallel`` describes."""
-        groups = {"none": 1, "full": ranks, "hybrid": parallel.shard_size or min(ranks_per_node, ranks)}
-        return cls(parallel, ranks, groups[parallel.shard])
-
-    @property
-    def name(self) -> str:
-        """``one rank``, ``ddp``, ``fsdp``, ``hsdp 2x4`` (copies x ranks of a copy), with the options that change its memory."""
-        if self.parallel.shard == "none":
-            return "ddp" if self.ranks > 1 else "one rank"
-        copies = f" {self.ranks // self.shard_ranks}x{self.shard_ranks}" if self.parallel.shard == "hybrid" else ""
-        return " ".join([f"{_PRESETS[self.parallel.shard]}{copies}", *self._options()])
-
-    @property
-    def overrides(self) -> str:
-        """The overrides that select this strategy."""
-        return " ".join([f"parallel={_PRESETS[self.parallel.shard]}", *(f"parallel.{one}" for one in self._options())])
-
-    def _options(self) -> list[str]:
-        defaults, own = asdict(ParallelConfig()), asdict(self.parallel)
-        changed = (key for key in ("gather_dtype", "reduce_after", "offload") if own[key] != defaults[key])
-        return [f"{key}={str(own[key]).lower()}" for key in changed]
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Memory of one rank in a step, in bytes.
-
-    Attributes:
-        parameters: Parameters and buffers.
-        gradients: Gradients, and DDP's buckets.
-        optimizer: State of the optimizer.
-        average: Averaged weights.
-        activations: What forward and backward allocate, two batches included.
-        working: Gathered parameters and messages.
-        update: Temporary tensors of the optimizer and of the average, when activations are freed.
-        sent: Bytes that each rank sends in a step.
-    """
-
-    parameters: int
-    gradients: int
-    optimizer: int
-    average: int
-    activations: int
-    working: int
-    update: int
-    sent: int
-
-    @property
-    def total(self) -> int:
-        """The largest sum at one time."""
-        lasting = self.parameters + self.gradients + self.optimizer + self.average
-        return lasting + max(self.activations + self.working, self.update)
-
-
-def usage(step: StepMemory, strategy: Strategy, micro_batches: int) -> Usage:
-    """The memory of a rank of a strategy.
-
-    Args:
-        step: Measured on a rank that holds the whole model.
-        strategy: The strategy. It may shard the model only if ``step.unshardable`` is empty.
-        micro_batches: Micro-batches in a step.
-    """
-    if strategy.parallel.shard == "none":
-        return _usage_of_copies(step, strategy, micro_batches)
-    return _usage_of_parts(step, strategy, micro_batches)
-
-
-def _usage_of_copies(step: StepMemory, strategy: Strategy, micro_batches: int) -> Usage:
-    tensors = [parameter.tensor for parameter in step.parameters]
-    gradients = sum(tensor.nbytes for tensor in tensors if tensor.requires_grad)
-    trained = [tensor for tensor in tensors if tensor.requires_grad]
-    activations, working, lasting = step.activations, 0, gradients
-    if strategy.ranks == 1:
-        if micro_batches == 1:  # gradients come while activations go
-            activations = max(step.with_gradients - gradients, 0)
-    else:
-        # DDP's buckets exist all the time. Gradients are views of them, or separate tensors.
-        parallel = strategy.parallel
-        accumulates_outside = micro_batches > 1 and (parallel.find_unused_parameters or parallel.static_graph)
-        lasting += gradients * (accumulates_outside or not parallel.gradient_as_bucket_view)
-        reduce = REDUCE_DTYPES[parallel.reduce_dtype]
-        working = sum(_message_bytes(tensor, reduce) for tensor in trained)
-    traffic = _ddp_traffic(step, trained, strategy)
-    return Usage(
-        parameters=sum(tensor.nbytes for tensor in tensors) + 2 * step.buffers,  # a skipped step restores buffers
-        gradients=lasting,
-        optimizer=sum(parameter.state + parameter.other_state for parameter in step.parameters),
-        average=sum(tensor.nbytes for tensor in tensors) * step.averaged,
-        activations=activations + 2 * step.batch,
-        working=working,
-        update=step.update,
-        sent=round(traffic.sent),
-    )
-
-
-def _message_bytes(gradient: Tensor, dtype: torch.dtype) -> int:
-    reduced = reduced_dtype(gradient.dtype, dtype)
-    return gradient.numel() * reduced.itemsize if reduced != gradient.dtype else 0
-
-
-def _ddp_traffic(step: StepMemory, trained: Sequence[Tensor], strategy: Strategy) -> Traffic:
-    ranks = strategy.ranks
-    gradients = gradient_traffic(trained, ranks, REDUCE_DTYPES[strategy.parallel.reduce_dtype])
-    return traffic_of([*gradients, vote_traffic(ranks, 0)])
-
-
-def _usage_of_parts(step: StepMemory, strategy: Strategy, micro_batches: int) -> Usage:
-    parallel, ranks = strategy.parallel, strategy.shard_ranks
-    units = step.units[parallel.gather_dtype]
-
-    def part(tensor: Tensor) -> int:
-        """Bytes of the largest part of a tensor."""
-        return padded_numel(tensor, ranks) // ranks * tensor.dtype.itemsize
-
-    gathered, reduced = [], []
-    for unit in units:
-        sizes = [(padded_numel(p, ranks), unit.gather_dtype or p.dtype, p.requires_grad) for p in unit.parameters]
-        gathered.append(sum(numel * dtype.itemsize for numel, dtype, _ in sizes))
-        reduce = REDUCE_DTYPES[parallel.reduce_dtype]
-        reduced.append(sum(numel * reduce.itemsize for numel, _, trained in sizes if trained))
-    # The model's own unit stays gathered, with its gradients, while the others come and go.
-    working = 2 * gathered[-1] + max(
-        (_GATHERED * gather + reduce for gather, reduce in zip(gathered[:-1], reduced[:-1], strict=True)),
-        default=reduced[-1],
-    )
-    tensors = [parameter.tensor for parameter in step.parameters]
-    parts = sum(part(tensor) for tensor in tensors)
-    # Gradients of micro-batches that are not reduced are whole.
-    whole = sum(reduced) * (micro_batches > 1 and parallel.reduce_after == "window")
-    on_device = not parallel.offload
-    state = sum(
-        parameter.state / max(parameter.tensor.nbytes, 1) * part(parameter.tensor) for parameter in step.parameters
-    )
-    casts = parallel.gather_dtype == "fp32"
-    traffic = sharded_traffic(
-        units,
-        parallel,
-        ranks=ranks,
-        world_size=strategy.ranks,
-        micro_batches=micro_batches,
-        buffers=step.buffers,
-    )
-    return Usage(
-        parameters=parts * on_device + 2 * step.buffers,
-        gradients=sum(part(tensor) for tensor in tensors if tensor.requires_grad) * on_device + whole,
-        optimizer=(round(state) + sum(parameter.other_state for parameter in step.parameters)) * on_device,
-        average=parts * step.averaged * on_device,
-        activations=(step.activations if casts else step.activations_sharded) + 2 * step.batch,
-        working=working,
-        update=step.update // ranks * on_device,
-        sent=round(traffic.sent),
-    )
-
-
-# -- of a run
 
 
 class MemoryPlan:
@@ -287,10 +95,8 @@ class MemoryPlan:
 
     def _strategies(self) -> Iterator[Strategy]:
         """The strategy of the config, then the others by the bytes that they send, fewest first."""
-        own = replace(self._cfg.parallel)
-        if own.shard == "none":  # as build.wrap
-            own.find_unused_parameters |= self._cfg.train.deterministic
-        yield Strategy.from_config(own, self._ranks, self._per_node)
+        own = self._cfg.parallel
+        yield Strategy.of_run(self._cfg, self._ranks, self._per_node)
         if own.shard != "none":
             yield Strategy.from_config(ParallelConfig(), self._ranks, self._per_node)
         if self.step.unshardable or self._ranks == 1:
@@ -352,8 +158,8 @@ class MemoryPlan:
     def _smaller(self) -> Iterator[tuple[str, Usage]]:
         """The run with smaller micro-batches."""
         rows = self.rows
-        while rows > 1:
-            rows = next(size for size in range(rows // 2, 0, -1) if self._share % size == 0)
+        while (fewer := smaller(rows, self._share)) is not None:
+            rows = fewer
             step = self._measured(self._cfg, rows)
             need = usage(step, self.needs[0][0], self._share // rows)
             yield f"train.micro_batch_size={rows} (the global batch stays the same)", need

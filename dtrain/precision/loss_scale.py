@@ -132,6 +132,7 @@ class LossScale:
         self.scale = torch.full((), init, dtype=torch.float32, device=device)
         self.growth_tracker = torch.zeros((), dtype=torch.int32, device=device)
         self.hysteresis_tracker = torch.full((), hysteresis, dtype=torch.int32, device=device)
+        self._before: list[Tensor] = []  # the last update
         self.configure(growth_factor, backoff_factor, growth_interval)
 
     @torch.no_grad()
@@ -142,13 +143,13 @@ class LossScale:
             found_inf: Shape ``[]``, on the scale's device; anything but 0 (or false) is an overflow.
             unchanged: bool, shape ``[]``: whether the step does not count; None: it counts.
         """
+        self._before = [tensor.clone() for tensor in self._tensors()]
+        self._adapt(found_inf)
         if unchanged is not None:
-            tensors = (self.scale, self.growth_tracker, self.hysteresis_tracker)
-            before = [tensor.clone() for tensor in tensors]
-            self.update(found_inf)
-            for tensor, old in zip(tensors, before, strict=True):
+            for tensor, old in zip(self._tensors(), self._before, strict=True):
                 tensor.copy_(torch.where(unchanged, old, tensor))
-            return
+
+    def _adapt(self, found_inf: Tensor) -> None:
         if self.hysteresis == 1:
             # One kernel instead of sixteen, but without hysteresis.
             factors = (self.growth_factor, self.backoff_factor, self.growth_interval)
@@ -167,16 +168,15 @@ class LossScale:
         factor.masked_fill_(back_off, self.backoff_factor)
         self.scale.mul_(factor).clamp_(self.min_scale, self.max_scale)
 
-    @torch.no_grad()
-    def uncount(self, scale: float) -> None:
-        """Undoes the last ``update``, of a step without overflow that is done again, on the host.
+    def uncount(self) -> None:
+        """Undoes the last ``update``, of a step that is done again, without waiting for the device."""
+        for tensor, old in zip(self._tensors(), self._before, strict=True):
+            tensor.copy_(old)
 
-        Args:
-            scale: The scale of that step.
-        """
-        self.scale.fill_(scale)
-        tracker = int(self.growth_tracker)
-        self.growth_tracker.fill_(tracker - 1 if tracker else self.growth_interval - 1)
+    def _tensors(self) -> list[Tensor]:
+        # With a hysteresis of 1 its tracker is not used.
+        used = [self.scale, self.growth_tracker]
+        return used if self.hysteresis == 1 else [*used, self.hysteresis_tracker]
 
     @torch.no_grad()
     def set(self, scale: float | Tensor) -> None:

@@ -27,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.loading.stream import StreamLoader
 from dtrain.data.order.randomness import seed_generators
-from dtrain.distributed.sharding import can_reset, is_sharded
+from dtrain.distributed.sharding import can_reset, check_accumulation, is_sharded
+from dtrain.errors import ConfigError
 from dtrain.precision import Precision
 from dtrain.training.breakpoints import without_breakpoints
 from dtrain.training.checkpoint.state import TrainState
@@ -39,7 +40,8 @@ from dtrain.training.task import Task, copy_of_task, run_task
 from dtrain.training.unfinished import are_numbered, collectives_so_far
 
 logger = logging.getLogger("dtrain")
-_CALLS = "the task calls collectives"
+#: A reason of ``why_not``, which is known only when the task has been called.
+CALLS = "the task calls collectives"
 
 _TESTED_ROWS = 4
 _TOLERANCE = 1e-2  # of a loss; in 16 bits, single rows differ by some thousandths
@@ -56,7 +58,7 @@ def why_not(model: nn.Module, loader: ShardLoader, retries: int) -> str:
     if not retries:
         return "train.max_memory_retries=0"
     if is_sharded(model) and not can_reset(model):
-        return "a sharded model cannot be used again after a failed forward before torch 2.13"
+        return f"a sharded model cannot be used again after a failed forward before torch 2.13, and this is {torch.__version__}"
     if not are_numbered():
         return "this backend does not number its collectives"
     if has_batchnorm(model):
@@ -67,6 +69,33 @@ def why_not(model: nn.Module, loader: ShardLoader, retries: int) -> str:
         return "parallel.static_graph=true"
     if isinstance(loader, StreamLoader):
         return "a stream cannot be read again from the step before"
+    return ""
+
+
+def _accumulates_in_16_bits(run: TrainState) -> str:
+    """Why a sharded model, of which a step has one micro-batch, must not have several; "" if it may."""
+    if run.is_sharded:
+        try:
+            check_accumulation(run.cfg.parallel, micro_batches=2)
+        except ConfigError:
+            return f"gradients of several micro-batches would be added up in {run.cfg.parallel.reduce_dtype}"
+    return ""
+
+
+def rehearse(run: TrainState, batch: Batch) -> str:
+    """Collective, in a window that has begun. Notes the collectives of a sharded model, so that a rank can complete them.
+
+    Args:
+        run: The run, with a sharded model.
+        batch: A few rows, on the device.
+
+    Returns:
+        Why that is impossible; "" if it was done.
+    """
+    if calls_collectives(run.task, run.model, batch, run.precision):
+        return CALLS
+    with without_breakpoints():
+        run.step.rehearse(batch)
     return ""
 
 
@@ -138,7 +167,7 @@ class MemoryRetries:
         self._run = run
         self._warn = warn
         self._left = run.cfg.train.max_memory_retries
-        self._why_not = why_not(run.step.model, run.train_loader, self._left)
+        self._why_not = why_not(run.step.model, run.train_loader, self._left) or _accumulates_in_16_bits(run)
         self._exhausted = False  # on this rank
         self.metrics: list[str] | None = None
 
@@ -164,7 +193,7 @@ class MemoryRetries:
         before = collectives_so_far()
         yield
         if collectives_so_far() != before and not self._run.is_sharded:
-            self._why_not = _CALLS
+            self._why_not = CALLS
 
     def rehearse(self, batch: Batch) -> None:
         """Collective. Before the first step of a sharded model: runs one row, so that a rank can take part without memory.
@@ -172,15 +201,8 @@ class MemoryRetries:
         Args:
             batch: A micro-batch on the device.
         """
-        run = self._run
-        if not run.is_sharded or self._never():
-            return
-        row = batch.chosen([0])
-        if calls_collectives(run.task, run.model, row, run.precision):
-            self._why_not = _CALLS
-            return
-        with without_breakpoints():
-            run.step.rehearse(row)
+        if self._run.is_sharded and not self._never():
+            self._why_not = rehearse(self._run, batch.chosen([0]))
 
     @contextmanager
     def without_check(self) -> Iterator[None]:

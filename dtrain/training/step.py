@@ -361,7 +361,7 @@ class TrainStep:
         if stats.out_of_memory:
             self.step -= 1
             if self.loss_scale is not None:
-                self.loss_scale.uncount(stats.loss_scale)
+                self.loss_scale.uncount()
             raise StepOutOfMemory(f"step {self.step + 1}")
         self.applied_steps += stats.applied
         if not stats.skipped_spike:  # which says nothing about overflows

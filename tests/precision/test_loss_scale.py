@@ -205,13 +205,17 @@ def test_a_hysteresis_that_was_not_saved_is_full_and_a_saved_one_is_kept_within_
 
 
 @pytest.mark.parametrize("steps", range(1, 8))
-def test_a_step_that_is_done_again_is_not_counted_twice(steps: int) -> None:
-    once, twice = (LossScale(CPU, init=8, growth_interval=3, max_scale=16) for _ in range(2))
+@pytest.mark.parametrize("hysteresis", [1, 2])
+@pytest.mark.parametrize("overflows", [(), (3, 6)], ids=["clean", "overflows"])
+def test_a_step_that_is_done_again_is_not_counted_twice(
+    steps: int, hysteresis: int, overflows: tuple[int, ...]
+) -> None:
+    once, twice = (LossScale(CPU, init=8, growth_interval=3, max_scale=16, hysteresis=hysteresis) for _ in range(2))
     for number in range(steps):
-        once.update(torch.tensor(False))
-        used = float(twice.scale)
-        twice.update(torch.tensor(False))
+        overflow = torch.tensor(number in overflows)
+        once.update(overflow)
         if number % 2:
-            twice.uncount(used)
-            twice.update(torch.tensor(False))
+            twice.update(~overflow)  # whatever it was the first time
+            twice.uncount()
+        twice.update(overflow)
     assert once.state_dict() == twice.state_dict()

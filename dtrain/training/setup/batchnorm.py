@@ -105,12 +105,17 @@ def calls_collectives(task: Task, model: nn.Module, batch: Batch, precision: Pre
 
     Returns:
         True also if the task raises, because torch does not support such an observation of everything.
+
+    Raises:
+        MemoryError, torch.OutOfMemoryError: If memory is exhausted.
     """
     buffers = BufferGuard(model)
     buffers.save()
     try:
         with without_breakpoints(), _Collectives(model) as seen, precision.autocast(batch.valid.device.type):
             copy_of_task(task)(model, batch.clone())
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
     except Exception:  # noqa: BLE001 - the step raises errors of the task
         return True
     finally:

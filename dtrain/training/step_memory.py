@@ -94,6 +94,23 @@ class StepMemory:
 def measure_step(cfg: Config, precision: Precision, device: torch.device, batch: Batch) -> StepMemory:
     """Builds the model, the task and the optimizer of a run, and measures one micro-batch and one update.
 
+    On fake tensors where that is possible, else on real ones, which need the memory. Arguments as of ``measure_fake_step``.
+
+    Raises:
+        ConfigError: If model, task or optimizer cannot be built.
+        Exception: Any exception of the task or the model.
+    """
+    try:
+        return measure_fake_step(cfg, precision, device, batch)
+    except Exception:  # noqa: BLE001 - anything that does not work on fake tensors
+        # If something is wrong with the run itself, this raises its error.
+        model = build_model(cfg.model, device, cfg.train.channels_last)
+        return _measure(cfg, precision, device, model, batch, is_fake=False)
+
+
+def measure_fake_step(cfg: Config, precision: Precision, device: torch.device, batch: Batch) -> StepMemory:
+    """``measure_step`` on fake tensors only.
+
     Compiled modules (``train.compile``) run uncompiled, because compiled code hides its operations; they need less.
 
     Args:
@@ -103,23 +120,17 @@ def measure_step(cfg: Config, precision: Precision, device: torch.device, batch:
         batch: A micro-batch, on the CPU, in its final dtypes (``Batch.to``).
 
     Raises:
-        ConfigError: If model, task or optimizer cannot be built.
-        Exception: Any exception of the task or the model.
+        Exception: Any exception of model, task and optimizer, also because they cannot run on fake tensors.
     """
-    try:
-        # Models may use tensors that were made outside, such as constants of a module.
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            fake_batch = batch.mapped(fake.from_tensor)
-            # Built on the device, because torch cannot move a module of fake tensors.
-            with device:
-                model = by_target("model", cfg.model)
-            if cfg.train.channels_last:
-                use_channels_last(model)
-            return _measure(cfg, precision, device, model, fake_batch, is_fake=True)
-    except Exception:  # noqa: BLE001 - anything that does not work on fake tensors
-        # If something is wrong with the run itself, this raises its error.
-        model = build_model(cfg.model, device, cfg.train.channels_last)
-        return _measure(cfg, precision, device, model, batch, is_fake=False)
+    # Models may use tensors that were made outside, such as constants of a module.
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        fake_batch = batch.mapped(fake.from_tensor)
+        # Built on the device, because torch cannot move a module of fake tensors.
+        with device:
+            model = by_target("model", cfg.model)
+        if cfg.train.channels_last:
+            use_channels_last(model)
+        return _measure(cfg, precision, device, model, fake_batch, is_fake=True)
 
 
 def _measure(
