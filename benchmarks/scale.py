@@ -33,7 +33,8 @@ import torch.distributed as dist
 from benchmarks import harness
 from benchmarks.order import epoch_order, milliseconds, resident_bytes
 from dtrain.data.loading.workers import RankShare
-from dtrain.data.order.epoch_order import EpochOrder, Layout, Recipe
+from dtrain.data.order.epoch_order import EpochOrder, Layout
+from dtrain.data.order.lines import Recipe
 from dtrain.data.shards.dataset_index import DatasetIndex
 from dtrain.distributed.collectives import on_all_ranks
 from dtrain.distributed.store import fresh_store

@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks import harness
-from dtrain.data.order.epoch_order import EpochOrder, Layout, Recipe, choose_lanes
+from dtrain.data.order.epoch_order import EpochOrder, Layout, choose_lanes
+from dtrain.data.order.lines import Recipe
 
 RANKS = 8
 NEIGHBOURS = 100  # steps

@@ -28,8 +28,9 @@ from dtrain.data.fields.field import Field
 from dtrain.data.loading.batch import TransferOptions
 from dtrain.data.loading.sample_log import Limits
 from dtrain.data.loading.workers import RankShare, WorkerOptions, number_of_workers
-from dtrain.data.order.epoch_order import Recipe, choose_lanes
+from dtrain.data.order.epoch_order import choose_lanes
 from dtrain.data.order.growth import Growth
+from dtrain.data.order.lines import Recipe
 from dtrain.data.shards.bad_shards import BadShards
 from dtrain.data.shards.node_cache import CachePolicy
 from dtrain.data.sources.datasets import SampleIndex

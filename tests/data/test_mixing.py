@@ -19,7 +19,8 @@ from dtrain.config.schema import Config
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.augment import Augment, RandomCropFlip
 from dtrain.data.mixing import Blend, Mix, Patch
-from dtrain.data.order.epoch_order import EpochOrder, Layout, Recipe
+from dtrain.data.order.epoch_order import EpochOrder, Layout
+from dtrain.data.order.lines import Recipe
 from dtrain.data.order.randomness import hash64
 from dtrain.data.sources.shard_source import ShardSampleReader
 from dtrain.errors import ConfigError

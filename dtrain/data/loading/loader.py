@@ -31,9 +31,10 @@ from dtrain.data.loading.sample_log import BadSampleBudget, Limits
 from dtrain.data.loading.worker_deaths import WorkerRestarts
 from dtrain.data.loading.workers import MicroBatches, RankShare, WorkerOptions, WorkerStream, number_of_workers
 from dtrain.data.mixing import Mix
-from dtrain.data.order.epoch_order import DEFAULT_WINDOW, Layout, Recipe, choose_lanes
+from dtrain.data.order.epoch_order import Layout, choose_lanes
 from dtrain.data.order.growth import Growth, ShardList
 from dtrain.data.order.index import Index
+from dtrain.data.order.lines import DEFAULT_WINDOW, Recipe
 from dtrain.data.order.mixture_position import MixturePosition
 from dtrain.data.order.position import Position, Uses
 from dtrain.data.shards.bad_shards import BadShards

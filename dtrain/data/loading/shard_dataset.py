@@ -28,7 +28,8 @@ from dtrain.data.fields.parse import parse_fields
 from dtrain.data.loading.collate import AUGMENTATION
 from dtrain.data.loading.sample import SampleBuilder
 from dtrain.data.loading.workers import LOCATED_TOGETHER
-from dtrain.data.order.epoch_order import EpochOrder, Layout, Recipe
+from dtrain.data.order.epoch_order import EpochOrder, Layout
+from dtrain.data.order.lines import Recipe
 from dtrain.data.order.randomness import Randomness, hash64
 from dtrain.data.sources.mixture import Mixture
 from dtrain.data.sources.shard_source import ShardSource

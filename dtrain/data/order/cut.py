@@ -36,10 +36,20 @@ class Cut:
         """The cut at the beginning of an epoch."""
         return cls(batch, lanes, steps, np.zeros(1, np.int64), np.zeros(2, np.int64), 0, num_samples)
 
-    def rest(self, batch: int, lanes: int, steps: int, first: int, joined: int) -> Cut:
-        """The cut after this one: of what its committed steps leave, the ends of all lanes, and of the joined shards."""
+    def rest(self, batch: int, lanes: int, steps: int, first: int, joined: int, taken: np.ndarray | None = None) -> Cut:
+        """The cut after this one: of what its committed steps leave, the ends of all lanes, and of the joined shards.
+
+        Args:
+            batch: See the class.
+            lanes: See the class.
+            steps: See the class.
+            first: See the class.
+            joined: See the class.
+            taken: Committed samples of each lane of this cut, int64, shape ``[lanes]``; None: those of its committed steps.
+        """
         bounds = self._bounds(np.arange(self.lanes + 1))
-        starts = np.minimum(bounds[:-1] + self.steps * self._per_lane, bounds[1:])
+        taken = np.full(self.lanes, self.steps * self._per_lane) if taken is None else taken
+        starts = np.minimum(bounds[:-1] + taken, bounds[1:])
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(bounds[1:] - starts)])
         return Cut(batch, lanes, steps, starts, offsets, first, joined)
 
@@ -75,6 +85,12 @@ class Cut:
         lane = np.searchsorted(self._bounds(np.arange(self.lanes + 1)), place, side="right") - 1
         step, in_lane = np.divmod(place - self._bounds(lane), self._per_lane)
         return step, lane * self._per_lane + in_lane
+
+    def has_left(self, place: np.ndarray, before: Cut) -> np.ndarray:
+        """Whether places on the line of the cut before this one were not committed there, bool."""
+        lane = np.searchsorted(before._ends, place, side="right") - 1
+        has_left: np.ndarray = place >= self.starts[lane]
+        return has_left
 
     def split(self, place: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Places of the rest, or of the first lines where a joined shard has the place; and where that is, bool."""

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.data.order.epoch_order import EpochLine, Layout, Recipe, check_bounds, lane_bounds, permutation_key
+from dtrain.data.order.epoch_order import Layout, check_bounds
+from dtrain.data.order.lines import EpochLine, Recipe, lane_bounds, permutation_key
 from dtrain.data.order.randomness import permute
 
 #: Weight of a source at steps of the run: linear between the points, constant before the first and after the last.

@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.data.order.epoch_order import Layout, Recipe
+from dtrain.data.order.epoch_order import Layout
 from dtrain.data.order.index import Index
+from dtrain.data.order.lines import Recipe
 from dtrain.data.order.mixture_order import MOST_OFF, Deal, MixedSources, MixtureOrder, Schedule
 from dtrain.data.order.position import Uses
 

@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.data.order.epoch_order import EpochOrder, Layout, Recipe, choose_lanes
+from dtrain.data.order.epoch_order import EpochOrder, Layout, choose_lanes
 from dtrain.data.order.growth import Growth, ShardList
 from dtrain.data.order.index import Index
+from dtrain.data.order.lines import Recipe
 
 _VERSION = 2
 

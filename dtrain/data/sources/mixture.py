@@ -21,8 +21,9 @@ from dtrain.data.augment import Augment
 from dtrain.data.fields.field import Field
 from dtrain.data.fields.parse import parse_fields
 from dtrain.data.mixing import Mix
-from dtrain.data.order.epoch_order import EpochOrder, Layout, Recipe, choose_lanes
+from dtrain.data.order.epoch_order import EpochOrder, Layout, choose_lanes
 from dtrain.data.order.index import Index
+from dtrain.data.order.lines import Recipe
 from dtrain.data.order.mixture_order import Schedule, weights_at
 from dtrain.data.order.mixture_position import MixturePosition, Plan
 from dtrain.data.order.position import Position

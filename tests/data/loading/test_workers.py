@@ -43,7 +43,8 @@ from dtrain.data.loading.workers import (
     number_of_workers,
     seconds_to_build,
 )
-from dtrain.data.order.epoch_order import EpochOrder, Layout, Recipe
+from dtrain.data.order.epoch_order import EpochOrder, Layout
+from dtrain.data.order.lines import Recipe
 from dtrain.data.order.position import Position
 from dtrain.data.shards.shard_file import ShardChanged
 from dtrain.data.sources.shard_source import ShardSource

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.data.order.epoch_order import EpochOrder, Layout, Recipe, choose_lanes
+from dtrain.data.order.epoch_order import EpochOrder, Layout, choose_lanes
+from dtrain.data.order.lines import Recipe
 from dtrain.data.order.randomness import hash64, permute
 from tests.refusals import refused
 

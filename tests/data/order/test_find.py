@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.data.order.epoch_order import EpochOrder, Layout, Recipe, choose_lanes
+from dtrain.data.order.epoch_order import EpochOrder, Layout, choose_lanes
+from dtrain.data.order.lines import Recipe
 from dtrain.data.order.mixture_order import Deal, MixedSources, MixtureOrder, Schedule
 from dtrain.data.order.mixture_position import MixturePosition, Plan
 from dtrain.data.order.position import Position, Uses

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.data.order import cut
-from dtrain.data.order.epoch_order import EpochOrder, Layout, Recipe, choose_lanes
+from dtrain.data.order.epoch_order import EpochOrder, Layout, choose_lanes
 from dtrain.data.order.growth import Growth, ShardList
 from dtrain.data.order.index import Index
+from dtrain.data.order.lines import Recipe
 from dtrain.data.order.position import Position
 from tests.data.order.growing import Promise, Sample
 from tests.refusals import refused

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.data.order.epoch_order import EpochOrder, Layout, Recipe
+from dtrain.data.order.epoch_order import EpochOrder, Layout
+from dtrain.data.order.lines import Recipe
 from dtrain.data.order.mixture_order import Deal, Schedule
 from dtrain.data.order.mixture_position import MixturePosition, Plan
 from dtrain.data.sources.datasets import SampleIndex

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.data.order.epoch_order import Layout, Recipe, choose_lanes
+from dtrain.data.order.epoch_order import Layout, choose_lanes
+from dtrain.data.order.lines import Recipe
 from dtrain.data.order.position import Position
 from dtrain.data.sources.datasets import SampleIndex
 from tests.refusals import refused
