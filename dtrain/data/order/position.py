@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 
 from dtrain.data.order.epoch_order import EpochOrder, Layout, choose_lanes
-from dtrain.data.order.growth import Growth, ShardList
+from dtrain.data.order.growth import Growth
 from dtrain.data.order.index import Index
 from dtrain.data.order.lines import Recipe
+from dtrain.data.order.run_shards import RunShards
 
 _VERSION = 2
 
@@ -65,13 +66,13 @@ class Position:
         default_window: True if the recipe's shuffle window is a default; a loaded state then keeps its own.
         default_lanes: The same for the layout's lanes.
         growth: What may have changed in the data of a loaded state.
+        as_recorded: See ``RunShards``.
 
     Attributes:
         epoch: Number of the current epoch.
         order: Order of the current epoch, as it was when the epoch began.
         step: Committed steps of the current epoch.
         steps_per_epoch: Steps of a whole epoch.
-        changes: Sentences about shards that joined or left when the state was loaded.
     """
 
     order: EpochOrder
@@ -85,13 +86,10 @@ class Position:
         default_window: bool = False,
         default_lanes: bool = False,
         growth: Growth = Growth(),  # noqa: B008 - frozen
+        as_recorded: bool = False,
     ) -> None:
-        self._index, self._growth = index, growth
+        self._index, self._shards = index, RunShards(index, growth, as_recorded=as_recorded)
         self._default_window, self._default_lanes = default_window, default_lanes
-        self._first_shards = len(index.counts)  # of the run's first start
-        self._removed: dict[int, int] = {}  # number of a shard to the epoch in which it was removed
-        self._as_recorded = False  # of a segment: shards that were removed later had samples then
-        self.changes: list[str] = []
         self.recipe, self.layout = recipe, layout
         self.begin(0)
         self.steps_per_epoch = self.order.num_steps
@@ -103,7 +101,7 @@ class Position:
 
     def _order(self, epoch: int) -> EpochOrder:
         """The order of a whole epoch."""
-        return EpochOrder(self._index.counts, self.recipe, epoch, [self.layout], self._removed)
+        return EpochOrder(self._index.counts, self.recipe, epoch, [self.layout], self._shards.removed)
 
     @property
     def samples(self) -> int:
@@ -127,11 +125,16 @@ class Position:
     @property
     def has_changed(self) -> bool:
         """Whether shards have joined or left since the run's first start."""
-        return self._first_shards < len(self._index.counts) or bool(self._removed)
+        return self._shards.has_changed
+
+    @property
+    def changes(self) -> list[str]:
+        """Sentences about shards that joined or left when the state was loaded."""
+        return self._shards.changes
 
     def steps_in(self, epochs: int) -> int:
         """Steps of the first epochs of a run with this global batch size, on the shards of its first start."""
-        counts = self._index.counts[: self._first_shards]
+        counts = self._index.counts[: self._shards.first]
         return epochs * EpochOrder(counts, self.recipe, 0, [self.layout]).num_steps
 
     def steps_until(self, epoch: int) -> int:
@@ -151,8 +154,8 @@ class Position:
         """What the order of later steps depends on besides the data, the seed and the state, as values that JSON can hold."""
         recipe, layout = self.recipe, self.layout
         order = {"shuffle": recipe.shuffle, "window": recipe.window, "tail": recipe.tail}
-        if self._growth.when is not None:
-            order["grow"] = self._growth.when
+        if self._shards.growth.when is not None:
+            order["grow"] = self._shards.growth.when
         return order | {"global_batch_size": layout.global_batch_size, "lanes": layout.lanes}
 
     def at_segment(self, segment: Mapping[str, Any]) -> Position:
@@ -163,13 +166,9 @@ class Position:
         """
         settings, state = segment["settings"], segment["state"]
         recipe = Recipe(self.recipe.seed, settings["shuffle"], settings["window"], settings["tail"])
-        index = self._index
-        if index.shard_list is not None and (known := state["data"].get("num_shards")) is not None:
-            # The order of the segment is that of the shards that it knew.
-            index = index.head(known) if known < len(index.counts) else index
+        index = self._shards.head(state["data"])  # the order of the segment is that of the shards that it knew
         layout = Layout(settings["global_batch_size"], settings["lanes"])
-        position = Position(index, recipe, layout, growth=Growth(allow_removed=True))
-        position._as_recorded = True
+        position = Position(index, recipe, layout, growth=Growth(allow_removed=True), as_recorded=True)
         position.load_state_dict(state)
         return position
 
@@ -225,10 +224,7 @@ class Position:
         }
         if self._index.shard_list is not None:
             state["shards"] = self._index.shard_list.state_dict()
-        if self._first_shards < len(self._index.counts):
-            state["first_shards"] = self._first_shards
-        if self._removed:
-            state["removed"] = [list(each) for each in sorted(self._removed.items())]
+        state |= self._shards.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -241,11 +237,16 @@ class Position:
         known = self._check(state)
         layouts = [Layout(*layout) for layout in state["layouts"]]
         begun = Recipe(state["seed"], state["shuffle"], state["window"], state["tail"])
-        self._first_shards = state.get("first_shards", known)
         step = sum(layout.steps for layout in layouts)
-        self._load_removed(state, known, begun, layouts, step)
+
+        def unused(lost: np.ndarray) -> int:
+            whole = [replace(it, shards=_shards_of(it, known)) for it in layouts]
+            order = EpochOrder(self._index.counts, begun, state["epoch"], whole, dict(state.get("removed", [])))
+            return int(np.count_nonzero(order.find(lost)[0] >= step))
+
+        self._shards = self._shards.loaded(state, known, state["epoch"], is_begun=step > 0, unused=unused)
         batch, joined = self.layout.global_batch_size, _shards_of(layouts[-1], known)
-        if self._growth.when == "now":
+        if self._shards.growth.when == "now":
             joined = len(self._index.counts)
 
         def changes() -> bool:
@@ -267,38 +268,9 @@ class Position:
         everything = len(self._index.counts)
         layouts = [replace(it, shards=None if (n := _shards_of(it, known)) == everything else n) for it in layouts]
         self.epoch, self.step = state["epoch"], step
-        self.order = EpochOrder(self._index.counts, begun, self.epoch, layouts, self._removed)
+        self.order = EpochOrder(self._index.counts, begun, self.epoch, layouts, self._shards.removed)
         if not self.steps_left:  # with tail=drop, the rest may be smaller than one of the new global batches
             self.begin(self.epoch + 1)
-
-    def _load_removed(
-        self, state: Mapping[str, Any], known: int, begun: Recipe, layouts: Sequence[Layout], step: int
-    ) -> None:
-        """Which shards were removed, now or before; says which shards are new or missing."""
-        index, epoch = self._index, state["epoch"]
-        self._removed = dict(state.get("removed", []))
-        self.changes = []
-        new = len(index.counts) - known
-        if new:
-            at = epoch + 1 if step and self._growth.when != "now" else epoch
-            where = f"the rest of epoch {epoch}" if at == epoch and step else f"at epoch {at}"
-            samples = int(index.counts[known:].sum())
-            self.changes.append(f"new: {_counted(new, 'shard')} with {samples:,} samples, joining {where}")
-        gone = [shard for shard in index.removed if shard not in self._removed and shard < known]
-        if not gone or self._as_recorded:
-            return
-        unused = 0
-        if step:
-            whole = [replace(it, shards=_shards_of(it, known)) for it in layouts]
-            order = EpochOrder(index.counts, begun, epoch, whole, self._removed)
-            starts = np.cumsum(index.counts)
-            lost = np.concatenate([np.arange(starts[shard] - index.counts[shard], starts[shard]) for shard in gone])
-            unused = int(np.count_nonzero(order.find(lost)[0] >= step))
-        # In an epoch of which nothing was used, they are left out from the beginning.
-        self._removed |= dict.fromkeys(gone, epoch if step else epoch - 1)
-        samples = int(index.counts[gone].sum())
-        left_out = f", {unused:,} of them left out of the rest of epoch {epoch}" if step else ""
-        self.changes.append(f"removed: {_counted(len(gone), 'shard')} with {samples:,} samples{left_out}")
 
     def _check(self, state: Mapping[str, Any]) -> int:
         """Compares data and seed; returns how many shards the state knows."""
@@ -308,49 +280,13 @@ class Position:
                 f"not the state of a loader: version {state.get('version')!r} (want {_VERSION}), missing keys: "
                 f"{', '.join(missing) or 'none'}."
             )
-        known = self._same_data(state)
+        known = self._shards.check(state)
         if state["seed"] != self.recipe.seed:
             raise ValueError(
                 f"seed: the state was saved with {state['seed']}, this loader has {self.recipe.seed}. Resume with "
                 f"seed={state['seed']}, or start a new run."
             )
         return known
-
-    def _same_data(self, state: Mapping[str, Any]) -> int:
-        """How many shards the state knows: the first ones of this index.
-
-        Raises:
-            ValueError: If the data have changed in a way that ``growth`` does not allow; names the difference.
-        """
-        index, mine, remedy = self._index, self._index.shard_list, ""
-        if mine is not None and "shards" in state:
-            known = ShardList.from_state(state["shards"])
-            number = len(known.names)
-            returned = [shard for shard, _ in state.get("removed", []) if shard not in index.removed]
-            if returned:
-                raise ValueError(
-                    f"the shard {mine.names[returned[0]]} was removed from this run and is back. Give it a different name, "
-                    "with data.grow, to use it as a new one."
-                )
-            here = np.setdiff1d(np.arange(number), index.removed)
-            allowed = (self._growth.when is not None or number == len(mine.names)) and (
-                self._growth.allow_removed or not set(index.removed) - {shard for shard, _ in state.get("removed", [])}
-            )
-            if allowed and mine.names[:number] == known.names and (mine.checks[here] == known.checks[here]).all():
-                # Without removed shards, the whole fingerprint can be compared, too.
-                head = index.head(number) if number < len(mine.names) else index
-                if index.removed or not head.difference(state["data"]):
-                    return number
-            remedy = self._growth.remedy(known, mine)
-        elif self._as_recorded and index.removed:
-            return len(index.counts)  # an earlier segment, whose list is the beginning of the list that was compared
-        if difference := index.difference(state["data"]):
-            remedy = f"{remedy} Or resume" if remedy else "Resume"
-            raise ValueError(
-                f"the dataset changed since this state was saved: {difference} {remedy} with the old shards, or start a new "
-                "run."
-            )
-        return len(index.counts)
 
     def _keep_defaults(self, begun: Recipe, layout: Layout) -> None:
         """Keeps the saved values of settings that are defaults: a changed default must not change a resumed run."""
@@ -363,7 +299,3 @@ class Position:
 
 def _shards_of(layout: Layout, known: int) -> int:
     return known if layout.shards is None else layout.shards
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
