@@ -27,7 +27,8 @@ from dtrain.data.fields.parse import parse_fields
 from dtrain.data.loading.workers import RankShare
 from dtrain.data.order.epoch_order import EpochOrder, Layout, choose_lanes
 from dtrain.data.order.lines import SHUFFLES, Recipe
-from dtrain.data.order.mixture_order import Deal, MixedSources, MixtureOrder, Schedule
+from dtrain.data.order.mixed_sources import MixedSources
+from dtrain.data.order.mixture_order import Deal, MixtureOrder, Schedule
 from dtrain.data.shards.dataset_index import DatasetIndex
 from dtrain.data.sources.shard_source import ShardSource
 

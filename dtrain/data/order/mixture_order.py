@@ -3,9 +3,9 @@
 * The *deal* decides how many samples each source gives to the first *n* steps. It rounds the exact shares by fixed rules, so
   that the numbers of a step add up to the global batch size and never differ from the shares by more than a few samples,
   however long the run is. Weights may follow a schedule over the steps.
-* Each source goes through its own *epochs*, each with its own permutation (``EpochLine``), cut into as many *lanes* as the
-  other sources. The samples that a source has given so far are one number. They were taken from its lanes in turn, so this
-  number says how far each lane is, in which epoch. It depends neither on the global batch size nor on the weights.
+* Each source goes through its own *epochs*, which are cut into as many *lanes* as those of the other sources. The samples that
+  a source has given so far are one number, which says how far each lane is, in which epoch (``mixed_sources``). It depends
+  neither on the global batch size nor on the weights.
 * The *slots* of a global batch are ordered by lane, then by source. So a rank reads about the same lanes of each source in
   every step.
 * An *epoch of the mixture* ends with the step in which one chosen source ends its epoch. The other sources continue in
@@ -17,20 +17,16 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from dtrain.data.order.epoch_order import Layout, check_bounds
-from dtrain.data.order.lines import EpochLine, Recipe, lane_bounds, permutation_key
-from dtrain.data.order.randomness import permute
+from dtrain.data.order.mixed_sources import MixedSources
 
 #: Weight of a source at steps of the run: linear between the points, constant before the first and after the last.
 Schedule = tuple[tuple[int, float], ...]
 #: The deal differs from the exact shares by less than this many samples; see _Apportionment.
 MOST_OFF = 4
-# Epochs of a source whose lines are kept; the shards of an epoch are permuted once for all its positions.
-_KEPT_LINES = 4
 _LOCATED_TOGETHER = 2**20  # positions, of which each takes about 100 bytes meanwhile
 
 
@@ -192,154 +188,6 @@ def _between(points: Schedule, number: int, step: int) -> float:
     return first + (last - first) * ((step - begin) / (end - begin))
 
 
-class MixedSources:
-    """The sources of a mixture, with the lines of their epochs.
-
-    Args:
-        counts: Samples of each shard, for each source, int64, shape ``[shards]``.
-        recipes: Seed, shuffle and window of each source; shuffle and window are equal.
-        lanes: Number of lanes of each source.
-
-    Attributes:
-        sizes: Samples of each source, int64, shape ``[sources]``.
-        first_samples: Number of the first sample of each source, and the end: samples are counted over all sources.
-        first_shards: The same for shards.
-        lanes: The argument.
-        recipe: That of the first source.
-    """
-
-    def __init__(self, counts: Sequence[np.ndarray], recipes: Sequence[Recipe], lanes: int) -> None:
-        self.sizes = np.array([each.sum() for each in counts], np.int64)
-        self.first_samples = np.concatenate([np.zeros(1, np.int64), np.cumsum(self.sizes)])
-        self.first_shards = np.cumsum([0, *map(len, counts)])
-        self.lanes, self.recipe = lanes, recipes[0]
-        self._counts, self._recipes = counts, recipes
-        self._shuffled = recipes[0].shuffle != "none"
-        self._lines: dict[tuple[int, int], EpochLine] = {}
-        self._bounds = np.stack([lane_bounds(int(size), lanes) for size in self.sizes])
-        self._lengths = np.diff(self._bounds)  # int64, [sources, lanes]
-        # Lanes take turns in bit-reversed order, so that any few samples in a row come from all over the line.
-        self._turns = np.argsort(_bit_reversed(lanes))
-        # After as many whole turns as the shortest lane has samples, only the longer lanes have one sample left.
-        self._whole_turns = self.sizes // lanes
-        longer = self._lengths > self._whole_turns[:, np.newaxis]
-        in_turn = np.cumsum(longer[:, np.argsort(self._turns)], axis=1)[:, self._turns] - 1
-        self._last_turns = np.where(longer, in_turn, lanes)
-
-    def lane_positions(self, drawn: np.ndarray) -> np.ndarray:
-        """Samples that each lane has given, over all epochs, once its source has given ``drawn`` samples.
-
-        Args:
-            drawn: int64, shape ``[n, sources]``.
-
-        Returns:
-            int64, shape ``[n, sources, lanes]``.
-        """
-        epoch, inside = np.divmod(drawn, self.sizes)
-        turns, rest = np.divmod(inside, self.lanes)
-        last = inside - self._whole_turns * self.lanes
-        in_whole_turn = turns[..., np.newaxis] + (self._turns < rest[..., np.newaxis])
-        in_last_turn = self._whole_turns[:, np.newaxis] + (self._last_turns < last[..., np.newaxis])
-        of_epoch = np.where((last < 0)[..., np.newaxis], in_whole_turn, in_last_turn)
-        return epoch[..., np.newaxis] * self._lengths + of_epoch
-
-    def samples(self, source: np.ndarray, lane: np.ndarray, position: np.ndarray, *, beside: bool) -> np.ndarray:
-        """The samples at positions of lanes, with their epochs; see ``MixtureOrder.locate``.
-
-        Args:
-            source: Number of the source, int64, shape ``[n]``.
-            lane: Number of the lane, int64, shape ``[n]``.
-            position: How many samples the lane gave before, over all epochs, int64, shape ``[n]``.
-            beside: Return the partners of the samples instead.
-        """
-        epoch, inside = np.divmod(position, self._lengths[source, lane])
-        place = self._bounds[source, lane] + inside
-        groups = list(self._groups(source, epoch))
-        start, size, key = np.empty_like(place), np.empty_like(place), np.empty(place.shape, np.uint64)
-        for rows, line, _ in groups:
-            if beside:
-                place[rows] = line.beside(place[rows], lane[rows])
-            if self._shuffled:
-                start[rows], size[rows] = line.permutations(place[rows], lane[rows])
-                key[rows] = line.key
-        if self._shuffled:  # all sources at once: the time of a call hardly depends on its size
-            place = start + permute(place - start, size, permutation_key(self._recipes[0], key, start))
-        samples = np.empty_like(place)
-        for rows, line, number in groups:
-            samples[rows] = line.samples(place[rows]) + self.first_samples[number]
-        numbers: np.ndarray = epoch * self.first_samples[-1] + samples
-        return numbers
-
-    def draws(self, source: int, epoch: int, samples: np.ndarray) -> np.ndarray:
-        """How many samples a source gives, over all its epochs, before it gives each of these.
-
-        Args:
-            source: Number of the source.
-            epoch: Epoch of the source.
-            samples: Numbers of its samples, int64, shape ``[n]``.
-        """
-        line = self._line(source, epoch)
-        place = line.find(samples)
-        lane = line.lane_of(place)
-        turns, whole = place - self._bounds[source, lane], int(self._whole_turns[source])
-        in_whole_turn = turns * self.lanes + self._turns[lane]
-        in_last_turn = whole * self.lanes + self._last_turns[source, lane]
-        draws: np.ndarray = epoch * self.sizes[source] + np.where(turns < whole, in_whole_turn, in_last_turn)
-        return draws
-
-    def shards_ahead(self, drawn: np.ndarray, lanes: np.ndarray, most: int) -> np.ndarray:
-        """Up to ``most`` shards that these lanes read next, those of all sources in turn; see ``EpochOrder.shards_ahead``.
-
-        Args:
-            drawn: Samples that each source has given, int64, shape ``[sources]``.
-            lanes: Numbers of lanes, int64, shape ``[n]``.
-            most: Number of shards.
-        """
-        position = self.lane_positions(drawn[np.newaxis])[0]
-        of_sources, turns = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-        for source, size in enumerate(self.sizes.tolist()):
-            used = lanes[self._lengths[source, lanes] > 0]
-            if not used.size:
-                continue
-            epoch = int(drawn[source]) // size
-            bounds, lengths = self._bounds[source, used], self._lengths[source, used]
-            # A lane that ended before the others is at the start of its next epoch.
-            inside = np.minimum(position[source, used] - epoch * lengths, lengths - 1)
-            shards = self._line(source, epoch).shards_ahead(bounds + inside, most)
-            if len(shards) < most:
-                shards = np.concatenate([shards, self._line(source, epoch + 1).shards_ahead(bounds, most)])
-            shards = shards[:most]
-            of_sources.append(shards + self.first_shards[source])
-            turns.append(np.arange(len(shards)))
-        return np.concatenate(of_sources)[np.argsort(np.concatenate(turns), kind="stable")][:most]
-
-    def _groups(self, source: np.ndarray, epoch: np.ndarray) -> Any:
-        """The rows of each epoch of each source, with its line and the number of the source."""
-        for number in range(len(self.sizes)):
-            rows = np.flatnonzero(source == number)
-            if not rows.size:
-                continue
-            of_rows = epoch[rows]
-            low, high = int(of_rows.min()), int(of_rows.max())
-            for one in [low] if low == high else np.unique(of_rows).tolist():
-                yield rows if low == high else rows[of_rows == one], self._line(number, one), number
-
-    def _line(self, source: int, epoch: int) -> EpochLine:
-        line = self._lines.get((source, epoch))
-        if line is None:
-            if len(self._lines) >= _KEPT_LINES * len(self.sizes):
-                self._lines.pop(next(iter(self._lines)))
-            line = EpochLine(self._counts[source], self._recipes[source], epoch, self.lanes)
-            self._lines[source, epoch] = line
-        return line
-
-
-def _bit_reversed(count: int) -> np.ndarray:
-    """The numbers below ``count``, ordered by their reversed bits: 0, 4, 2, 6, 1, 5, 3, 7."""
-    bits = max(1, (count - 1).bit_length())
-    return np.array(sorted(range(count), key=lambda number: int(f"{number:0{bits}b}"[::-1], 2)), np.int64)
-
-
 class MixtureOrder:
     """The order of one epoch of a mixture; steps are those of the epoch.
 
@@ -382,7 +230,8 @@ class MixtureOrder:
 
         Returns:
             ``epoch * total + sample``, int64, of the broadcast shape, where ``epoch`` is that of the sample's source and
-            samples are counted over all sources, which have ``total`` of them; -1 where the slot is masked.
+            samples are counted over all sources, which have ``total`` of them; -1 where the slot is masked, or the sample is
+            of a shard that was removed.
 
         Raises:
             IndexError: If a step does not belong to the deal, or a slot is out of range; names the first one.

@@ -18,7 +18,8 @@ import numpy as np
 from dtrain.data.order.epoch_order import Layout
 from dtrain.data.order.index import Index
 from dtrain.data.order.lines import Recipe
-from dtrain.data.order.mixture_order import MOST_OFF, Deal, MixedSources, MixtureOrder, Schedule
+from dtrain.data.order.mixed_sources import MixedSources
+from dtrain.data.order.mixture_order import MOST_OFF, Deal, MixtureOrder, Schedule
 from dtrain.data.order.position import Uses
 
 #: Lanes of each source, if ``lanes`` is not given. They need not divide the global batch size.

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from dtrain.data.order.epoch_order import EpochOrder, Layout, choose_lanes
 from dtrain.data.order.lines import Recipe
-from dtrain.data.order.mixture_order import Deal, MixedSources, MixtureOrder, Schedule
+from dtrain.data.order.mixed_sources import MixedSources
+from dtrain.data.order.mixture_order import Deal, MixtureOrder, Schedule
 from dtrain.data.order.mixture_position import MixturePosition, Plan
 from dtrain.data.order.position import Position, Uses
 from dtrain.data.order.randomness import permute, unpermute
