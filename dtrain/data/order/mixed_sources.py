@@ -216,6 +216,10 @@ class MixedSources:
         start = drawn - since % size
         return EpochSpan(int(self._later_epoch[source]) + since // size, start, start + size)
 
+    def have_given(self, drawn: np.ndarray) -> bool:
+        """Whether the sources have had their present shards since they had given so many samples, int64, ``[sources]``."""
+        return bool((drawn >= self._from).all())
+
     def lane_positions(self, drawn: np.ndarray) -> np.ndarray:
         """Samples that each lane has given since the last cut, over all epochs, once its source has given ``drawn`` samples.
 
@@ -228,7 +232,7 @@ class MixedSources:
         Raises:
             IndexError: If a source had other shards when it had given so many samples.
         """
-        if (drawn < self._from).any():
+        if not self.have_given(drawn):
             raise IndexError(
                 f"samples given {drawn.min(axis=0)} are before the last change of the shards, {self._from}"
             )

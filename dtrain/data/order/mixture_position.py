@@ -2,8 +2,10 @@
 
 * The *base* is the step from which the current global batch size and weights apply, and what each source had given before.
   A run that is resumed with other values continues with a new base.
-* The state has one number for each source, the samples that it has given, which ``mixture_order`` turns into epochs and
+* The state has one number for each source, the samples that it has given, which ``mixed_sources`` turns into epochs and
   lanes. It does not depend on the number of ranks.
+* Shards of a source may join and leave between two starts (``growth``). Its own epoch goes on with what it began with, or also
+  with the new shards (``Epochs``). The deal, and the other sources, do not change.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from typing import Any
 import numpy as np
 
 from dtrain.data.order.epoch_order import Layout
+from dtrain.data.order.growth import Growth
 from dtrain.data.order.index import Index
 from dtrain.data.order.lines import Recipe
-from dtrain.data.order.mixed_sources import MixedSources
+from dtrain.data.order.mixed_sources import Epochs, EpochSpan, MixedSources
 from dtrain.data.order.mixture_order import MOST_OFF, Deal, MixtureOrder, Schedule
 from dtrain.data.order.position import Uses
+from dtrain.data.order.run_shards import RunShards
 
 #: Lanes of each source, if ``lanes`` is not given. They need not divide the global batch size.
 DEFAULT_LANES = 64
@@ -35,8 +39,9 @@ class Base:
         step: Step of the run.
         drawn: Samples that each source gave before.
         epoch: Epoch of the mixture at that step.
-        epoch_start: Samples that the source of ``epoch_of`` had given when that epoch began.
-        epoch_steps: Steps of that epoch before ``step``.
+        epoch_start: Samples that the source of ``epoch_of`` had given when that epoch began. If its shards changed, the number
+            from which the end of that epoch follows as if all shards had been there from the beginning.
+        epoch_steps: Steps of that epoch before ``step``; below 0 if it began after that step.
         epoch_samples: Samples of that epoch before ``step``.
     """
 
@@ -74,12 +79,17 @@ class MixturePosition:
         seeds: Seed of each source.
         lanes: Lanes of each source; None: the default.
         default_window: True if the recipe's shuffle window is a default; a loaded state then keeps its own.
+        growth: What may have changed in the data of a loaded state.
+        as_recorded: See ``RunShards``.
 
     Raises:
         ValueError: If ``lanes`` is below 1.
     """
 
     order: MixtureOrder
+    recipe: Recipe
+    layout: Layout
+    _period: int  # samples of the source of epoch_of in an epoch of the mixture
 
     def __init__(
         self,
@@ -91,12 +101,17 @@ class MixturePosition:
         *,
         lanes: int | None = None,
         default_window: bool = False,
+        growth: Growth = Growth(),  # noqa: B008 - frozen
+        as_recorded: bool = False,
     ) -> None:
         if lanes is not None and lanes < 1:
             raise ValueError(f"data.lanes: got {lanes}, want at least 1, or null for {DEFAULT_LANES}.")
         self._names, self._indexes, self._plan, self._seeds = tuple(names), tuple(indexes), plan, tuple(seeds)
         self._default_window, self._default_lanes = default_window, lanes is None
         self._numbers = np.cumsum([0, *(index.num_samples for index in indexes)])[:-1]  # first sample of each source
+        self._shards = [RunShards(index, growth, as_recorded=as_recorded) for index in indexes]
+        self._grow = growth.when
+        self._epochs = [Epochs()] * len(indexes)
         self._use(recipe, lanes or DEFAULT_LANES)
         self._begin_deal(self._zero)
         self.begin(0)
@@ -105,10 +120,18 @@ class MixturePosition:
     def begin(self, epoch: int) -> None:
         """Moves to the start of an epoch."""
         base = self._base
-        if epoch < base.epoch or (epoch == base.epoch and base.epoch_steps):
-            self._begin_deal(self._zero)  # the epoch as if the run had begun with these weights
+        if epoch < base.epoch or (epoch == base.epoch and base.epoch_steps) or not self._knows(epoch):
+            # The epoch as if the run had begun with these weights and shards.
+            self._shards = [shards.from_the_beginning() for shards in self._shards]
+            self._epochs = [Epochs()] * len(self._shards)
+            self._use(self.recipe, self.layout.lanes)
+            self._begin_deal(self._zero)
         self.epoch, self.step = epoch, 0
         self._open_epoch()
+
+    def _knows(self, epoch: int) -> bool:
+        """Whether the sources have had their present shards since an epoch began."""
+        return self._sources.have_given(self._deal.at(np.array([self._start(epoch)]))[0])
 
     @property
     def samples(self) -> int:
@@ -129,6 +152,28 @@ class MixturePosition:
         """Samples of each source, over all its epochs, after so many more steps than are committed."""
         return self._by_name(self._deal.at(np.array([self.order.start + self.step + steps_ahead]))[0].tolist())
 
+    def source_epochs(self, steps_ahead: int = 0) -> dict[str, float]:
+        """Epochs of each source, with the part of the current one, after so many more steps than are committed."""
+        found = {}
+        for number, (name, drawn) in enumerate(self.drawn(steps_ahead).items()):
+            epoch, start, end = self._span(number, drawn)
+            found[name] = epoch + (drawn - start) / (end - start)
+        return found
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether shards of the source of ``epoch_of`` have joined or left since the run's first start."""
+        return self._shards[self._plan.epoch_of].has_changed
+
+    @property
+    def changes(self) -> list[str]:
+        """Sentences about shards that joined or left when the state was loaded."""
+        return [
+            f"{name}: {change}"
+            for name, shards in zip(self._names, self._shards, strict=True)
+            for change in shards.changes
+        ]
+
     def advance(self) -> int:
         """Commits one step and returns its samples over all ranks, including bad ones; may begin the next epoch."""
         self.step += 1
@@ -141,10 +186,11 @@ class MixturePosition:
         return self._start(epoch + 1) - self._start(epoch)
 
     def steps_in(self, epochs: int) -> int:
-        """Steps of the first epochs of a run with this global batch size and these weights."""
-        return Deal(self._plan.weights, self._plan.global_batch_size).step_of(
-            self._plan.epoch_of, epochs * self._period
-        )
+        """Steps of the first epochs of a run with this global batch size and these weights, on its first shards."""
+        plan = self._plan
+        first = self._shards[plan.epoch_of]
+        period = self._period_of(int(first.index.counts[: first.first].sum()), self._deal)
+        return Deal(plan.weights, plan.global_batch_size).step_of(plan.epoch_of, epochs * period)
 
     def steps_until(self, epoch: int) -> int:
         """Steps from this position to the start of an epoch; below 0 if the position is past it."""
@@ -153,6 +199,9 @@ class MixturePosition:
 
     def settings(self) -> dict[str, Any]:
         """As ``Position.settings``."""
+        return self._settings() | ({} if self._grow is None else {"grow": self._grow})
+
+    def _settings(self) -> dict[str, Any]:
         plan = {
             "global_batch_size": self._plan.global_batch_size,
             "weights": self._by_name([[list(point) for point in points] for points in self._plan.weights]),
@@ -167,26 +216,33 @@ class MixturePosition:
         # The deal rounds by the order of the sources, which may have been a different one.
         order = [self._names.index(name) for name in state["sources"] if name in self._names]
         names = [self._names[number] for number in order]
-        indexes, seeds = [self._indexes[number] for number in order], [self._seeds[number] for number in order]
+        # The order of the segment is that of the shards that it knew.
+        indexes = [self._shards[number].head(state["sources"][self._names[number]]) for number in order]
+        seeds = [self._seeds[number] for number in order]
         saved = settings["plan"]
         weights = tuple(tuple((step, weight) for step, weight in saved["weights"][name]) for name in names)
         plan = Plan(saved["global_batch_size"], weights, names.index(saved["epoch_of"]))
         recipe = Recipe(self.recipe.seed, settings["shuffle"], settings["window"])
-        position = MixturePosition(names, indexes, plan, recipe, seeds, lanes=settings["lanes"])
+        growth = Growth(allow_removed=True)
+        position = MixturePosition(
+            names, indexes, plan, recipe, seeds, lanes=settings["lanes"], growth=growth, as_recorded=True
+        )
         position._numbers = self._numbers[order]
         position.load_state_dict(state)
         return position
 
     def find(self, samples: np.ndarray, steps: int) -> Uses:
         """As ``Position.find``; samples are counted over all sources in the order of the mixture."""
-        begin, sizes = self.order.start + self.step, self._sources.sizes
+        begin, sizes = self.order.start + self.step, np.diff(self._sources.first_samples)
         order = MixtureOrder(self._sources, self._deal, self._plan.global_batch_size, 0, begin + steps, 0)
         drawn = self._deal.at(np.array([begin, begin + steps]))
         found = Uses.none()
         for source, (first, size) in enumerate(zip(self._numbers.tolist(), sizes.tolist(), strict=True)):
             asked = np.flatnonzero((samples >= first) & (samples < first + size))
             low, high = drawn[:, source].tolist()
-            epochs = range(low // size, -(-high // size)) if asked.size else range(0)
+            epochs = range(0)
+            if asked.size and low < high:
+                epochs = range(self._sources.span(source, low).epoch, self._sources.span(source, high - 1).epoch + 1)
             for epoch in epochs:
                 draws = self._sources.draws(source, epoch, samples[asked] - first)
                 use = np.flatnonzero((draws >= low) & (draws < high))
@@ -201,25 +257,43 @@ class MixturePosition:
         located = MixtureOrder(self._sources, self._deal, batch, 0, at + 1, 0).locate(at, np.arange(batch))
         epochs, samples = np.divmod(located, self._sources.first_samples[-1])
         source = np.searchsorted(self._sources.first_samples, samples, side="right") - 1
-        return epochs, samples - self._sources.first_samples[source] + self._numbers[source]
+        own = samples - self._sources.first_samples[source] + self._numbers[source]
+        return epochs, np.where(located < 0, -1, own)
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as values that JSON can hold.
 
         ``position`` counts the committed samples of ``epoch``, ``epoch_steps`` its committed steps, ``steps`` those of the
-        run, and ``drawn`` the samples of each source. ``plan`` and ``base`` are ``Plan`` and ``Base``.
+        run, and ``drawn`` the samples of each source. ``plan`` and ``base`` are ``Plan`` and ``Base``. ``shards`` has the list
+        of the shards of each source that has any, and ``growth``, for those that have changed, ``first_shards`` and ``removed``
+        as in ``Position.state_dict``, and ``epoch``, ``start`` and ``cuts`` of ``Epochs``.
         """
-        return self.settings() | {
-            "version": _VERSION,
-            "sources": self._by_name([index.describe() for index in self._indexes]),
-            "seed": self.recipe.seed,
-            "epoch": self.epoch,
-            "position": self.samples,
-            "epoch_steps": self.step,
-            "steps": self.order.start + self.step,
-            "drawn": self.drawn(),
-            "base": asdict(self._base) | {"drawn": self._by_name(self._base.drawn)},
+        lists = {
+            name: index.shard_list.state_dict()
+            for name, index in zip(self._names, self._indexes, strict=True)
+            if index.shard_list is not None
         }
+        growth = {
+            name: shards.state_dict() | (asdict(epochs) if epochs != Epochs() else {})
+            for name, shards, epochs in zip(self._names, self._shards, self._epochs, strict=True)
+            if shards.has_changed or epochs != Epochs()
+        }
+        changed = ({"shards": lists} if lists else {}) | ({"growth": growth} if growth else {})
+        return (
+            self._settings()
+            | changed
+            | {
+                "version": _VERSION,
+                "sources": self._by_name([index.describe() for index in self._indexes]),
+                "seed": self.recipe.seed,
+                "epoch": self.epoch,
+                "position": self.samples,
+                "epoch_steps": self.step,
+                "steps": self.order.start + self.step,
+                "drawn": self.drawn(),
+                "base": asdict(self._base) | {"drawn": self._by_name(self._base.drawn)},
+            }
+        )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Moves to the position that ``state`` describes. Other weights or another global batch size apply from there on.
@@ -228,13 +302,14 @@ class MixturePosition:
             ValueError: If the set of sources, their data, the seed, or how they are shuffled changed, or ``state`` is not a
                 state of a mixture; names the difference. The position is then unchanged.
         """
-        self._check(state)
-        self._use(replace(self.recipe, window=state["window"]), state["lanes"])
+        known = self._check(state)
         wanted, saved = self._plan, state["plan"]
         weights = tuple(tuple((step, weight) for step, weight in saved["weights"][name]) for name in self._names)
         self._plan = Plan(saved["global_batch_size"], weights, self._names.index(saved["epoch_of"]))
+        self.recipe, self.layout = replace(self.recipe, window=state["window"]), Layout(0, state["lanes"])
         drawn = self._in_order(state["drawn"])
-        self._begin_deal(Base(**{**state["base"], "drawn": self._in_order(state["base"]["drawn"])}))
+        base = Base(**{**state["base"], "drawn": self._in_order(state["base"]["drawn"])})
+        self._begin_deal(self._load_sources(state, known, drawn, base))
         self.epoch, self.step = state["epoch"], state["epoch_steps"]
         # The deal rounds by the order of the sources, so under another order it needs a new base, too.
         if wanted != self._plan or list(state["sources"]) != list(self._names):
@@ -243,25 +318,111 @@ class MixturePosition:
             base = Base(state["steps"], drawn, self.epoch, epoch_start, self.step, state["position"])
             self._begin_deal(base)
             if before.epoch_of != wanted.epoch_of or period != self._period:
-                # The epoch of the mixture ends with the one that the source is in.
-                size = self._indexes[wanted.epoch_of].num_samples
-                self._begin_deal(replace(base, epoch_start=drawn[wanted.epoch_of] // size * size))
+                self._begin_deal(replace(base, epoch_start=self._start_of_this_epoch(drawn)))
+        self.layout = Layout(self._plan.global_batch_size, state["lanes"])
+        self.steps_per_epoch = self._steps_per_epoch()
         self._open_epoch()
+
+    def _load_sources(self, state: Mapping[str, Any], known: Sequence[int], drawn: Sequence[int], base: Base) -> Base:
+        """Continues the epochs of all sources, whose shards may have changed.
+
+        Args:
+            state: The state.
+            known: How many shards it knows of each source.
+            drawn: Samples that each source has given.
+            base: The base of the state.
+
+        Returns:
+            The base, with another end of the current epoch of the mixture if that of the source of ``epoch_of`` has changed.
+        """
+        saved = [_of_source(state, name) for name in self._names]
+        self._epochs = [_saved_epochs(each) for each in saved]
+        counts = [index.counts[:number] for index, number in zip(self._indexes, known, strict=True)]
+        removed = [dict(each.get("removed", [])) for each in saved]
+        before = MixedSources(counts, self._recipes, self.layout.lanes, self._epochs, removed)
+        self._sources = before
+        first = self._plan.epoch_of
+        end = self._span(first, drawn[first]).end
+        for source, given in enumerate(drawn):
+            self._load_source(source, saved[source], known[source], given)
+        self._use(self.recipe, self.layout.lanes)
+        if self._span(first, drawn[first]).end == end and before.sizes[first] == self._sources.sizes[first]:
+            return base
+        # The deal goes on as it is: only epochs have another length.
+        return replace(
+            base,
+            epoch=state["epoch"],
+            epoch_start=self._start_of_this_epoch(drawn),
+            epoch_steps=base.step - (state["steps"] - state["epoch_steps"]),
+            epoch_samples=base.epoch_samples if base.epoch == state["epoch"] else 0,
+        )
+
+    def _load_source(self, source: int, saved: Mapping[str, Any], known: int, drawn: int) -> None:
+        """Continues the epoch of a source, whose shards may have changed: sets its shards and its epochs."""
+        before, epochs, every = self._sources, self._epochs[source], len(self._indexes[source].counts)
+        epoch, start, _ = self._span(source, drawn)
+
+        def unused(lost: np.ndarray) -> int:
+            return int(np.count_nonzero(before.draws(source, epoch, lost) >= drawn))
+
+        shards = self._shards[source].loaded(saved, known, epoch, is_begun=drawn > start, unused=unused)
+        newly_removed = len(shards.removed) > len(saved.get("removed", []))
+        self._shards[source] = shards
+        is_cut = bool(epochs.cuts) and epoch == epochs.epoch
+        if epochs.cuts and not is_cut:  # all epochs since the cut one have the same shards
+            epochs = Epochs(epoch, start)
+        if drawn == start:
+            self._epochs[source] = Epochs(epoch, start) if every > known or newly_removed else epochs
+            return
+        cuts = epochs.cuts if is_cut else ((0, known),)
+        joined = every if self._grow == "now" else cuts[-1][1]
+        if cuts[-1][1] < joined:
+            if len(cuts) > 1 and drawn == epochs.cut_at:  # that start ended before this source gave a sample
+                cuts = (*cuts[:-2], (0, cuts[-2][1]))
+            taken = drawn - Epochs(epoch, start, cuts).cut_at
+            cuts = (*cuts[:-1], (taken, cuts[-1][1]), (0, joined))
+        is_whole = cuts == ((0, every),) and not is_cut and not newly_removed
+        self._epochs[source] = epochs if is_whole else Epochs(epoch, start, cuts)
 
     def _use(self, recipe: Recipe, lanes: int) -> None:
         """Cuts the sources into lanes."""
         self.recipe, self.layout = recipe, Layout(self._plan.global_batch_size, lanes)
-        recipes = [replace(recipe, seed=seed) for seed in self._seeds]
-        self._sources = MixedSources([index.counts for index in self._indexes], recipes, lanes)
+        counts, removed = [index.counts for index in self._indexes], [shards.removed for shards in self._shards]
+        self._sources = MixedSources(counts, self._recipes, lanes, self._epochs, removed)
+
+    @property
+    def _recipes(self) -> list[Recipe]:
+        return [replace(self.recipe, seed=seed) for seed in self._seeds]
+
+    def _span(self, source: int, drawn: int) -> EpochSpan:
+        """The epoch of a source that has given so many samples."""
+        span, epochs = self._sources.span(source, drawn), self._epochs[source]
+        return span._replace(start=epochs.start) if epochs.cuts and span.epoch == epochs.epoch else span
 
     def _begin_deal(self, base: Base) -> None:
         plan = self._plan
         self._base = base
         self._deal = Deal(plan.weights, plan.global_batch_size, base.step, base.drawn)
-        size = self._indexes[plan.epoch_of].num_samples
+        self._period = self._period_of(int(self._sources.sizes[plan.epoch_of]), self._deal)
+
+    def _period_of(self, size: int, deal: Deal) -> int:
+        """Samples that a source of this size gives in an epoch of the mixture, if it is the source of ``epoch_of``."""
+        plan = self._plan
         # No step passes the ends of two epochs: a source that is smaller than its part of a step goes through several.
-        most = min(plan.global_batch_size, plan.global_batch_size * self._deal.most_share[plan.epoch_of] + MOST_OFF)
-        self._period: int = math.ceil(most / size) * size
+        most = min(plan.global_batch_size, plan.global_batch_size * deal.most_share[plan.epoch_of] + MOST_OFF)
+        return int(math.ceil(most / size) * size)
+
+    def _steps_per_epoch(self) -> int:
+        """Steps of the first epoch of a run with these shards and weights."""
+        plan = self._plan
+        deal = Deal(plan.weights, plan.global_batch_size)
+        size = int(self._sources.sizes[plan.epoch_of])
+        return deal.step_of(plan.epoch_of, self._period_of(size, deal))
+
+    def _start_of_this_epoch(self, drawn: Sequence[int]) -> int:
+        """``Base.epoch_start`` of an epoch of the mixture that ends with the one that its source is in."""
+        source = self._plan.epoch_of
+        return self._span(source, drawn[source]).end - int(self._sources.sizes[source])
 
     def _open_epoch(self) -> None:
         start, base = self._start(self.epoch), self._base
@@ -289,7 +450,8 @@ class MixturePosition:
     def _in_order(self, values: Mapping[str, int]) -> tuple[int, ...]:
         return tuple(values[name] for name in self._names)
 
-    def _check(self, state: Mapping[str, Any]) -> None:
+    def _check(self, state: Mapping[str, Any]) -> list[int]:
+        """Compares a state with this mixture; returns how many shards of each source it knows."""
         wanted = {"sources", "seed", "shuffle", "window", "lanes", "epoch", "position", "epoch_steps", "steps"}
         missing = sorted(({"version", "drawn", "plan", "base"} | wanted) - set(state))
         if missing or state["version"] != _VERSION:
@@ -305,12 +467,10 @@ class MixturePosition:
                 f"the set of sources of data.mixture changed since this state was saved: {', '.join(changes)}. Resume with "
                 f"{', '.join(state['sources'])} (a weight of 0 turns a source off), or start a new run."
             )
-        for name, index in zip(self._names, self._indexes, strict=True):
-            if difference := index.difference(state["sources"][name]):
-                raise ValueError(
-                    f"the data of data.mixture.{name} changed since this state was saved: {difference} Resume with the old "
-                    "shards, or start a new run."
-                )
+        known = [
+            shards.check(_of_source(state, name), f"the data of data.mixture.{name}")
+            for name, shards in zip(self._names, self._shards, strict=True)
+        ]
         fixed = {"seed": self.recipe.seed, "shuffle": self.recipe.shuffle}
         fixed |= {} if self._default_window else {"window": self.recipe.window}
         fixed |= {} if self._default_lanes else {"lanes": self.layout.lanes}
@@ -320,3 +480,16 @@ class MixturePosition:
                     f"{name}: the state was saved with {state[name]}, this loader has {value}. The sources of a mixture are "
                     f"always in the middle of an epoch: resume with {name}={state[name]}, or start a new run."
                 )
+        return known
+
+
+def _of_source(state: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What the state of a mixture says of one source, as ``RunShards`` reads it."""
+    shards = {"shards": state["shards"][name]} if name in state.get("shards", {}) else {}
+    return {"data": state["sources"][name], **shards, **state.get("growth", {}).get(name, {})}
+
+
+def _saved_epochs(saved: Mapping[str, Any]) -> Epochs:
+    if "epoch" not in saved:
+        return Epochs()
+    return Epochs(saved["epoch"], saved["start"], tuple((taken, shards) for taken, shards in saved["cuts"]))

@@ -104,7 +104,6 @@ class RunShards:
         *,
         is_begun: bool,
         unused: Callable[[np.ndarray], int],
-        in_source: str = "",
     ) -> RunShards:
         """The shards after a state was loaded.
 
@@ -114,7 +113,6 @@ class RunShards:
             epoch: The epoch of the state.
             is_begun: Whether samples of it were used.
             unused: How many of these samples, which were removed, the epoch has not used yet.
-            in_source: What the sentences about changes begin with.
         """
         result, index = copy(self), self.index
         result.first = saved.get("first_shards", known)
@@ -124,7 +122,7 @@ class RunShards:
             at = epoch + 1 if is_begun and self.growth.when != "now" else epoch
             where = f"the rest of epoch {epoch}" if at == epoch and is_begun else f"at epoch {at}"
             samples = int(index.counts[known:].sum())
-            result.changes.append(f"{in_source}new: {_counted(new, 'shard')} with {samples:,} samples, joining {where}")
+            result.changes.append(f"new: {_counted(new, 'shard')} with {samples:,} samples, joining {where}")
         gone = [shard for shard in index.removed if shard not in result.removed and shard < known]
         if not gone or self._as_recorded:
             return result
@@ -136,7 +134,13 @@ class RunShards:
         # In an epoch of which nothing was used, they are left out from the beginning.
         result.removed |= dict.fromkeys(gone, epoch if is_begun else epoch - 1)
         samples = int(index.counts[gone].sum())
-        result.changes.append(f"{in_source}removed: {_counted(len(gone), 'shard')} with {samples:,} samples{left_out}")
+        result.changes.append(f"removed: {_counted(len(gone), 'shard')} with {samples:,} samples{left_out}")
+        return result
+
+    def from_the_beginning(self) -> RunShards:
+        """The same shards, without those that were removed from the first epoch on."""
+        result = copy(self)
+        result.removed = dict.fromkeys(self.removed, -1)
         return result
 
     def state_dict(self) -> dict[str, Any]:
