@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,67 +15,10 @@ from hypothesis import strategies as st
 from dtrain.data.order import cut
 from dtrain.data.order.epoch_order import EpochOrder, Layout, choose_lanes
 from dtrain.data.order.growth import Growth, ShardList
-from dtrain.data.order.index import Index
 from dtrain.data.order.lines import Recipe
 from dtrain.data.order.position import Position
-from tests.data.order.growing import Promise, Sample
+from tests.data.order.growing import Promise, Sample, Shards, more_files, through_a_file
 from tests.refusals import refused
-
-
-class Shards(Index):
-    """An index of named shards without files; removed ones are known by name only."""
-
-    labels: ClassVar = {"num_shards": "shards", "num_samples": "samples"}
-    other_difference = "other shards."
-
-    def __init__(self, known: ShardList, removed: list[int]) -> None:
-        self.shard_list, self.removed = known, removed
-        self.counts, self.num_samples = known.counts, int(known.counts.sum())
-        content = json.dumps([known.names, known.counts.tolist(), known.checks.tolist()])
-        self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
-
-    @classmethod
-    def of(cls, files: Mapping[str, int], state: dict[str, Any] | None, growth: Growth) -> Shards:
-        """The files, numbered as a loader does."""
-        names = sorted(files)
-        present = ShardList(tuple(names), np.array([files[it] for it in names]), _checks(names, files))
-        if state is None:
-            return cls(present, [])
-        known = ShardList.from_state(state["shards"])
-        numbers = growth.numbering(known, present, [shard for shard, _ in state.get("removed", [])])
-        if numbers is None:
-            return cls(present, [])
-        every = known.followed_by(present.take(numbers[len(known.names) :]))
-        return cls(every, np.flatnonzero(numbers < 0).tolist())
-
-    def head(self, shards: int) -> Shards:
-        return Shards(self.shard_list.take(np.arange(shards)), [it for it in self.removed if it < shards])
-
-    def describe(self) -> dict[str, Any]:
-        return {"num_shards": len(self.counts), "num_samples": self.num_samples, "fingerprint": self.fingerprint}
-
-    def sample(self, number: int) -> Sample:
-        ends = np.cumsum(self.counts)
-        shard = int(np.searchsorted(ends, number, side="right"))
-        return self.shard_list.names[shard], number - int(ends[shard] - self.counts[shard])
-
-    def keys(self, samples: np.ndarray) -> list[str]:
-        raise NotImplementedError
-
-    def find(self, key: str) -> np.ndarray:
-        raise NotImplementedError
-
-    def find_shard(self, name: str) -> np.ndarray:
-        raise NotImplementedError
-
-
-def _checks(names: list[str], files: Mapping[str, int]) -> np.ndarray:
-    return np.array([hash((name, files[name])) % 2**32 for name in names], np.uint32)
-
-
-def through_a_file(value: dict[str, Any]) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(json.dumps(value))
-    return content
 
 
 def start(
@@ -97,12 +38,6 @@ def next_step(position: Position, index: Shards) -> list[Sample]:
     numbers = position.order.locate(position.step, np.arange(position.order.layouts[-1].global_batch_size))
     position.advance()
     return [index.sample(number) for number in numbers.tolist() if number >= 0]
-
-
-def more_files(rng: random.Random, files: dict[str, int], most: int) -> dict[str, int]:
-    """New files, of which some sort before and between those that there are."""
-    names = [f"{rng.choice('abc')}-{rng.randrange(40):03}.tar" for _ in range(rng.randint(0, most))]
-    return {name: rng.randint(0, 9) for name in names if name not in files}
 
 
 @pytest.mark.parametrize("cases", [60, pytest.param(3000, marks=pytest.mark.slow)])
