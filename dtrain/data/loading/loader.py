@@ -14,7 +14,6 @@ to the device and normalises images there.
 
 from __future__ import annotations
 
-import os
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from dtrain.data.loading.worker_deaths import WorkerRestarts
 from dtrain.data.loading.workers import MicroBatches, RankShare, WorkerOptions, WorkerStream, number_of_workers
 from dtrain.data.mixing import Mix
 from dtrain.data.order.epoch_order import Layout, choose_lanes
-from dtrain.data.order.growth import Growth, ShardList
+from dtrain.data.order.growth import Growth
 from dtrain.data.order.index import Index
 from dtrain.data.order.lines import DEFAULT_WINDOW, Recipe
 from dtrain.data.order.mixture_position import MixturePosition
@@ -40,6 +39,7 @@ from dtrain.data.order.position import Position, Uses
 from dtrain.data.shards.bad_shards import BadShards
 from dtrain.data.shards.node_cache import CachePolicy
 from dtrain.data.sources.datasets import SampleSource
+from dtrain.data.sources.known_shards import as_known, can_grow
 from dtrain.data.sources.mixture import EvaluationSets, Mixture, MixtureSource
 from dtrain.data.sources.shard_source import ShardSource
 from dtrain.data.sources.source import Source
@@ -136,8 +136,10 @@ class ShardLoader:
         self._share = RankShare.from_sizes(global_batch_size, micro_batch_size, rank, world_size)
         recipe = Recipe(seed, shuffle, DEFAULT_WINDOW if window is None else window, tail)
         options: dict[str, Any] = {"rank": rank, "world_size": world_size, "policy": policy, "bad_shards": bad_shards}
-        if isinstance(shards, (Mixture, EvaluationSets)):
-            self.source: Source = shards.build(fields or {}, **options)
+        if isinstance(shards, Mixture):
+            self.source: Source = shards.build(fields or {}, **options, growth=growth)
+        elif isinstance(shards, EvaluationSets):
+            self.source = shards.build(fields or {}, **options)
         elif isinstance(shards, Source):
             self.source = shards
         else:
@@ -150,27 +152,17 @@ class ShardLoader:
         self._budget = BadSampleBudget(limits)
         self._excluded_keys: tuple[str, ...] = ()
         self._excluded, self.excluded = np.zeros(0, np.int64), ""
-        self._position: Position | MixturePosition
-        if not isinstance(self.source, ShardSource) and growth != Growth():
+        if growth != Growth() and not can_grow(self.source):
             raise ValueError(
-                "data.grow: only the shards of a single source can change, not a mixture or a dataset that is not in shards. "
+                "data.grow: only shards for training can change, not a dataset that is not in shards, or sets for evaluation. "
                 "Set data.grow=null and data.grow_allow_removed=false."
             )
-        if isinstance(self.source, MixtureSource):
-            if mix is not None:
-                self.source.check_mix(mix)
-            self._position = self.source.position(recipe, global_batch_size, lanes, default_window=window is None)
-        else:
-            layout = Layout(global_batch_size, choose_lanes(global_batch_size, lanes, shuffle))
-            self._new_position = partial(
-                Position,
-                recipe=recipe,
-                layout=layout,
-                default_window=window is None,
-                default_lanes=lanes is None,
-                growth=growth,
-            )
-            self._position = self._new_position(self.index)
+        if isinstance(self.source, MixtureSource) and mix is not None:
+            self.source.check_mix(mix)
+        self._new_position = partial(
+            _position, recipe=recipe, batch=global_batch_size, lanes=lanes, window=window, growth=growth
+        )
+        self._position = self._new_position(self.source)
         self.steps_per_epoch = self._position.steps_per_epoch
         self.micro_batches_per_step = self._share.micro_batches_per_step
         self._names = tuple(self.samples_by_source())
@@ -295,6 +287,10 @@ class ShardLoader:
     def steps_until(self, epoch: int) -> int:
         """Global batches from the committed position to the start of an epoch; below 0 if the position is past it."""
         return self._position.steps_until(epoch)
+
+    def epochs_by_source(self, steps_ahead: int = 0) -> dict[str, float]:
+        """Epochs of each source of a mixture, with the part of the current one, ``steps_ahead`` steps from now; {} without."""
+        return self._position.source_epochs(steps_ahead) if isinstance(self._position, MixturePosition) else {}
 
     def samples_by_source(self, steps_ahead: int = 0) -> dict[str, int]:
         """Samples of each source of a mixture, over all its epochs, ``steps_ahead`` steps from now; {} without one."""
@@ -433,7 +429,8 @@ class ShardLoader:
         """
         if self._open_iterator() is not None:
             raise RuntimeError("load_state_dict: an iterator of this loader is open. Finish or delete it first.")
-        source, position = self._numbered_as(state, self._growth)
+        source = as_known(self.source, state, self._growth)
+        position = self._position if source is self.source else self._new_position(source)
         position.load_state_dict(state)
         self._use(source, position)
 
@@ -446,54 +443,22 @@ class ShardLoader:
         Raises:
             ValueError: If this data cannot be that of the state.
         """
-        if "shards" in state:
-            known = ShardList.from_state(state["shards"])
-            self._use(*self._numbered_as(state, Growth("next_epoch", allow_removed=True), len(known.names)))
+        source = as_known(self.source, state, Growth("next_epoch", allow_removed=True), exactly=True)
+        if source is not self.source:
+            self._use(source, self._new_position(source))
 
     @property
     def has_changed(self) -> bool:
-        """Whether shards have joined or left since the run's first start; ``steps_in`` counts with the shards of that one."""
-        return isinstance(self._position, Position) and self._position.has_changed
+        """Whether shards that decide the length of an epoch have joined or left since the run's first start.
+
+        ``steps_in`` counts with the shards of that one.
+        """
+        return self._position.has_changed
 
     @property
     def data_changes(self) -> Sequence[str]:
         """Sentences about the shards that joined or left when the state was loaded."""
-        return () if isinstance(self._position, MixturePosition) else self._position.changes
-
-    def _numbered_as(
-        self, state: Mapping[str, Any], growth: Growth, most: int | None = None
-    ) -> tuple[Source, Position | MixturePosition]:
-        """Source and position with the shards in the order of the state, as far as ``growth`` allows; at most ``most``."""
-        source, mine = self.source, self.index.shard_list
-        if mine is None or "shards" not in state or not isinstance(source, ShardSource):
-            return source, self._position
-        known = ShardList.from_state(state["shards"])
-        ends = {name.rpartition("/")[2] for name in known.names}
-        if cut_short := [path for path in source.waiting if os.path.basename(path) in ends]:
-            raise ValueError(
-                f"the shard {cut_short[0]} of this state ends without the end mark of a tar: it was cut short. Copy or write "
-                "it again."
-            )
-        gone = {known.names[shard] for shard, _ in state.get("removed", [])}
-        missing = set(known.names) - set(mine.names) - gone
-        for name, reason in self.index.left_out.items():
-            # A name is the shortest end of a path that no other shard has: either may be the longer one.
-            if any(f"/{one}".endswith(f"/{name}") or f"/{name}".endswith(f"/{one}") for one in missing):
-                raise ValueError(
-                    f"data.bad_shards=skip left out the shard {name} ({reason}), which this state knows. Restore it; or take "
-                    "it out of data.train, with data.grow_allow_removed=true."
-                )
-        current = np.arange(len(mine.names))
-        present = np.setdiff1d(current, self.index.removed)
-        current[list(self.index.removed)] = -1
-        numbers = growth.numbering(known, mine.take(present), [shard for shard, _ in state.get("removed", [])])
-        if numbers is None:
-            return source, self._position
-        numbers = np.where(numbers < 0, -1, present[numbers])[:most]
-        if np.array_equal(numbers, current):
-            return source, self._position
-        source = source.numbered(numbers, known)
-        return source, self._new_position(source.index)
+        return self._position.changes
 
     def _use(self, source: Source, position: Position | MixturePosition) -> None:
         self.source, self._position = source, position
@@ -559,3 +524,14 @@ class _EpochIterator(Iterator[Batch]):
         batch = self._loader._take(self)
         self.left -= 1
         return batch
+
+
+def _position(
+    source: Source, *, recipe: Recipe, batch: int, lanes: int | None, window: int | None, growth: Growth
+) -> Position | MixturePosition:
+    """The position at the start of a source."""
+    if isinstance(source, MixtureSource):
+        return source.position(recipe, batch, lanes, default_window=window is None, growth=growth)
+    layout = Layout(batch, choose_lanes(batch, lanes, recipe.shuffle))
+    defaults = {"default_window": window is None, "default_lanes": lanes is None}
+    return Position(source.index, recipe, layout, **defaults, growth=growth)

@@ -114,8 +114,7 @@ class MixtureCollator:
                 yield number, rows[here], self._collators[number].build(epoch, own[here], self._spare(number), of_rows)
 
     def _spare(self, number: int) -> Callable[[], Iterable[int]]:
-        size = self._index.indexes[number].num_samples
-        return lambda: range(min(SPARE, size))
+        return lambda: self._index.indexes[number].first_present(SPARE).tolist()
 
     def _joined(self, parts: list[tuple[int, np.ndarray, Batch]], rows: int, *, masked: bool) -> Batch:
         """The rows of all parts in one batch; a row without a sample repeats a valid one."""
@@ -183,7 +182,8 @@ class MixtureCollator:
             field = next(field for field in self._source.fields if name in field.columns)
             has = [any(one.name == field.name for one in source.fields) for source in self._source.sources]
             number = has.index(True)
-            self._examples[name] = self._collators[number].build(0, np.zeros(1, np.int64), self._spare(number))[name]
+            first = self._index.indexes[number].first_present(1)
+            self._examples[name] = self._collators[number].build(0, first, self._spare(number))[name]
         return self._examples[name]
 
     def _clash(self, name: str, one: tuple[int, Any, Any], other: tuple[int, Any, Any]) -> DataError:

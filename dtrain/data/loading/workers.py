@@ -390,7 +390,7 @@ class MicroBatches(IterableDataset[Batch]):
     def _spare(self, order: EpochOrder | MixtureOrder, step: int) -> list[int]:
         """Samples to take shapes from: the same global batch, then the first samples of the dataset."""
         samples = order.locate(step, np.arange(self._share.global_batch_size))
-        spare = np.concatenate([samples[samples >= 0], np.arange(min(SPARE, self._source.index.num_samples))])
+        spare = np.concatenate([samples[samples >= 0], self._source.index.first_present(SPARE)])
         usable: list[int] = spare[~self._is_excluded(spare)].tolist()
         return usable or spare.tolist()
 

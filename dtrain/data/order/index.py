@@ -35,6 +35,20 @@ class Index(ABC):
     labels: ClassVar[Mapping[str, str]]
     other_difference: ClassVar[str]
 
+    @property
+    def num_present(self) -> int:
+        """Samples of the shards that were not removed."""
+        return self.num_samples - int(self.counts[list(self.removed)].sum())
+
+    def first_present(self, most: int) -> np.ndarray:
+        """The first samples of shards that were not removed, up to ``most``; int64, shape ``[n]``."""
+        counts, firsts = self.counts.copy(), np.cumsum(self.counts) - self.counts
+        counts[list(self.removed)] = 0
+        shards = np.flatnonzero(counts)[:most]
+        spans = zip(firsts[shards].tolist(), counts[shards].tolist(), strict=True)
+        parts = [np.arange(first, first + min(count, most)) for first, count in spans]
+        return np.concatenate([np.zeros(0, np.int64), *parts])[:most]
+
     @abstractmethod
     def keys(self, samples: np.ndarray) -> list[str]:
         """``<shard>/<key>`` of each of these samples."""

@@ -335,7 +335,7 @@ class MixturePosition:
         Returns:
             The base, with another end of the current epoch of the mixture if that of the source of ``epoch_of`` has changed.
         """
-        saved = [_of_source(state, name) for name in self._names]
+        saved = [saved_of_source(state, name) for name in self._names]
         self._epochs = [_saved_epochs(each) for each in saved]
         counts = [index.counts[:number] for index, number in zip(self._indexes, known, strict=True)]
         removed = [dict(each.get("removed", [])) for each in saved]
@@ -365,16 +365,17 @@ class MixturePosition:
         def unused(lost: np.ndarray) -> int:
             return int(np.count_nonzero(before.draws(source, epoch, lost) >= drawn))
 
-        shards = self._shards[source].loaded(saved, known, epoch, is_begun=drawn > start, unused=unused)
+        is_cut = bool(epochs.cuts) and epoch == epochs.epoch
+        cuts = epochs.cuts if is_cut else ((0, known),)
+        drawn_from = cuts[-1][1] if drawn > start else 0
+        shards = self._shards[source].loaded(saved, known, epoch, joined=drawn_from, unused=unused)
         newly_removed = len(shards.removed) > len(saved.get("removed", []))
         self._shards[source] = shards
-        is_cut = bool(epochs.cuts) and epoch == epochs.epoch
         if epochs.cuts and not is_cut:  # all epochs since the cut one have the same shards
             epochs = Epochs(epoch, start)
         if drawn == start:
             self._epochs[source] = Epochs(epoch, start) if every > known or newly_removed else epochs
             return
-        cuts = epochs.cuts if is_cut else ((0, known),)
         joined = every if self._grow == "now" else cuts[-1][1]
         if cuts[-1][1] < joined:
             if len(cuts) > 1 and drawn == epochs.cut_at:  # that start ended before this source gave a sample
@@ -468,7 +469,7 @@ class MixturePosition:
                 f"{', '.join(state['sources'])} (a weight of 0 turns a source off), or start a new run."
             )
         known = [
-            shards.check(_of_source(state, name), f"the data of data.mixture.{name}")
+            shards.check(saved_of_source(state, name), f"the data of data.mixture.{name}")
             for name, shards in zip(self._names, self._shards, strict=True)
         ]
         fixed = {"seed": self.recipe.seed, "shuffle": self.recipe.shuffle}
@@ -483,7 +484,7 @@ class MixturePosition:
         return known
 
 
-def _of_source(state: Mapping[str, Any], name: str) -> dict[str, Any]:
+def saved_of_source(state: Mapping[str, Any], name: str) -> dict[str, Any]:
     """What the state of a mixture says of one source, as ``RunShards`` reads it."""
     shards = {"shards": state["shards"][name]} if name in state.get("shards", {}) else {}
     return {"data": state["sources"][name], **shards, **state.get("growth", {}).get(name, {})}

@@ -244,7 +244,8 @@ class Position:
             order = EpochOrder(self._index.counts, begun, state["epoch"], whole, dict(state.get("removed", [])))
             return int(np.count_nonzero(order.find(lost)[0] >= step))
 
-        self._shards = self._shards.loaded(state, known, state["epoch"], is_begun=step > 0, unused=unused)
+        drawn_from = _shards_of(layouts[-1], known) if step else 0
+        self._shards = self._shards.loaded(state, known, state["epoch"], joined=drawn_from, unused=unused)
         batch, joined = self.layout.global_batch_size, _shards_of(layouts[-1], known)
         if self._shards.growth.when == "now":
             joined = len(self._index.counts)

@@ -102,7 +102,7 @@ class RunShards:
         known: int,
         epoch: int,
         *,
-        is_begun: bool,
+        joined: int,
         unused: Callable[[np.ndarray], int],
     ) -> RunShards:
         """The shards after a state was loaded.
@@ -111,10 +111,10 @@ class RunShards:
             saved: ``first_shards`` and ``removed``, as in the state of ``Position``.
             known: The result of ``check``.
             epoch: The epoch of the state.
-            is_begun: Whether samples of it were used.
+            joined: How many shards this epoch draws from; 0 if it has used no sample.
             unused: How many of these samples, which were removed, the epoch has not used yet.
         """
-        result, index = copy(self), self.index
+        result, index, is_begun = copy(self), self.index, joined > 0
         result.first = saved.get("first_shards", known)
         result.removed = dict(saved.get("removed", []))
         result.changes = []
@@ -131,8 +131,8 @@ class RunShards:
             starts = np.cumsum(index.counts)
             lost = np.concatenate([np.arange(starts[shard] - index.counts[shard], starts[shard]) for shard in gone])
             left_out = f", {unused(lost):,} of them left out of the rest of epoch {epoch}"
-        # In an epoch of which nothing was used, they are left out from the beginning.
-        result.removed |= dict.fromkeys(gone, epoch if is_begun else epoch - 1)
+        # Of an epoch that has not drawn from them they are no part, as if they had been removed before it.
+        result.removed |= {shard: epoch if shard < joined else epoch - 1 for shard in gone}
         samples = int(index.counts[gone].sum())
         result.changes.append(f"removed: {_counted(len(gone), 'shard')} with {samples:,} samples{left_out}")
         return result

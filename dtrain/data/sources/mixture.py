@@ -13,6 +13,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,6 +23,7 @@ from dtrain.data.fields.field import Field
 from dtrain.data.fields.parse import parse_fields
 from dtrain.data.mixing import Mix
 from dtrain.data.order.epoch_order import EpochOrder, Layout, choose_lanes
+from dtrain.data.order.growth import Growth
 from dtrain.data.order.index import Index
 from dtrain.data.order.lines import Recipe
 from dtrain.data.order.mixture_order import Schedule, weights_at
@@ -88,6 +90,7 @@ class _Sources:
         world_size: int = 1,
         policy: CachePolicy | None = None,
         bad_shards: BadShards | None = None,
+        growth: Growth = Growth(),  # noqa: B008 - frozen
     ) -> MixtureSource:
         """Finds and indexes all sources; the arguments are the same as for ``ShardSource.build``.
 
@@ -102,6 +105,7 @@ class _Sources:
                 "world_size": world_size,
                 "policy": policy,
                 "bad_shards": None if bad_shards is None else bad_shards.of_source(name),
+                "growth": growth,
             }
             try:
                 opened.append(_open(name, data, own, self._shard_size, options))
@@ -274,6 +278,8 @@ class MixtureIndex(Index):
         self.counts = np.concatenate([index.counts for index in indexes])
         self.first_samples = np.cumsum([0, *(index.num_samples for index in indexes)])
         self.num_samples = int(self.first_samples[-1])
+        firsts = np.cumsum([0, *(len(index.counts) for index in indexes)]).tolist()
+        self.removed = [first + shard for first, index in zip(firsts, indexes, strict=False) for shard in index.removed]
         identity = json.dumps([[name, index.fingerprint] for name, index in zip(names, indexes, strict=True)])
         self.fingerprint = hashlib.sha256(identity.encode()).hexdigest()[:16]
 
@@ -298,6 +304,11 @@ class MixtureIndex(Index):
         for source, index, first in zip(self.names, self.indexes, self.first_samples.tolist(), strict=False):
             found.append(first + find(index, name.removeprefix(f"{source}/")))
         return np.concatenate(found)
+
+    def names_of_removed(self) -> list[str]:
+        """``<source>/<shard>`` of the shards that were removed."""
+        each = zip(self.names, self.indexes, strict=True)
+        return [f"{name}/{shard}" for name, index in each for shard in index.names_of_removed()]
 
     def describe(self) -> dict[str, Any]:
         """The identity of all sources."""
@@ -382,15 +393,28 @@ class MixtureSource(Source):
 
     def summary(self) -> str:
         """``1,000 samples of 2 sources``, and a line for each source."""
-        lines = [f"{self.index.num_samples:,} samples of {len(self.sources)} {'sources' if self.mixed else 'sets'}"]
+        lines = [f"{self.index.num_present:,} samples of {len(self.sources)} {'sources' if self.mixed else 'sets'}"]
         for number, (name, source) in enumerate(zip(self.names, self.sources, strict=True)):
             lines.append(f"{name}: {source.summary()}")
             if self._deal is not None:
                 lines[-1] += f", weight {_weight_text(self._deal[0][number])}"
         return "\n".join(lines)
 
+    def with_sources(self, sources: Sequence[Source]) -> MixtureSource:
+        """The same with other sources, which have the same fields."""
+        result = copy(self)
+        result.sources = tuple(sources)
+        result.index = MixtureIndex(self.names, [source.index for source in sources])
+        return result
+
     def position(
-        self, recipe: Recipe, global_batch_size: int, lanes: int | None, *, default_window: bool
+        self,
+        recipe: Recipe,
+        global_batch_size: int,
+        lanes: int | None,
+        *,
+        default_window: bool,
+        growth: Growth = Growth(),  # noqa: B008 - frozen
     ) -> MixturePosition | Position:
         """The position at the start."""
         if self._deal is None:
@@ -405,6 +429,7 @@ class MixtureSource(Source):
             self.seeds(recipe.seed),
             lanes=1 if recipe.shuffle == "full" or (recipe.shuffle == "none" and lanes is None) else lanes,
             default_window=default_window,
+            growth=growth,
         )
 
     def check_mix(self, mix: Mix) -> None:

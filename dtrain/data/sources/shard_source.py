@@ -189,8 +189,7 @@ class ShardSource(Source):
         """``1,000 samples in 10 shards``, and the damaged shards that are left out."""
         index, left_out = self.index, list(self.index.left_out)
         shards = len(index.shards) - len(index.removed)
-        samples = index.num_samples - int(index.counts[list(index.removed)].sum())
-        text = f"{samples:,} samples in {shards:,} {'shard' if shards == 1 else 'shards'}"
+        text = f"{index.num_present:,} samples in {shards:,} {'shard' if shards == 1 else 'shards'}"
         if left_out:
             more = ", ..." if len(left_out) > _MOST_NAMED else ""
             text += f", without {len(left_out)} damaged: {', '.join(left_out[:_MOST_NAMED])}{more}"

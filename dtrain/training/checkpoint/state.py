@@ -308,9 +308,9 @@ class TrainState:
             segment["excluded"] = self.train_loader.excluded
 
         def identity(one: dict[str, Any]) -> str:
-            keys = ("ranks", "micro_batch", "settings", "excluded")
+            keys, state = ("ranks", "micro_batch", "settings", "excluded"), one.get("state", {})
             # As text, because the deal of a mixture depends on the order of its sources. The data may have grown.
-            return json.dumps([*(one.get(key) for key in keys), one.get("state", {}).get("data")])
+            return json.dumps([*(one.get(key) for key in keys), state.get("data"), state.get("sources")])
 
         def continues(last: dict[str, Any]) -> bool:
             return identity(last) == identity(segment)

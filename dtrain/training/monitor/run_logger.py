@@ -28,7 +28,6 @@ from dtrain.config.schema import CheckpointConfig
 from dtrain.console import print_banner, until_reader_leaves
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.loading.sample_log import truncate_sample_logs
-from dtrain.data.sources.mixture import MixtureSource
 from dtrain.distributed.collectives import from_rank0
 from dtrain.distributed.sharding import is_sharded
 from dtrain.distributed.world import World
@@ -392,12 +391,11 @@ def _mixed(loader: ShardLoader, steps: int) -> list[str]:
     """What the sources of a mixture will give in the next steps."""
     if not (before := loader.samples_by_source()):
         return []
-    assert isinstance(loader.source, MixtureSource)
-    ahead, indexes = loader.samples_by_source(steps), loader.source.index.indexes
+    ahead, epochs = loader.samples_by_source(steps), loader.epochs_by_source(steps)
     total = sum(ahead.values()) - sum(before.values())
     parts = [
-        f"{name} {(ahead[name] - before[name]) / max(total, 1):.2%} ({ahead[name] / index.num_samples:.3g} epochs by then)"
-        for name, index in zip(ahead, indexes, strict=True)
+        f"{name} {(ahead[name] - before[name]) / max(total, 1):.2%} ({epochs[name]:.3g} epochs by then)"
+        for name in ahead
     ]
     return [f"in the next {steps:,} steps: {', '.join(parts)}"]
 

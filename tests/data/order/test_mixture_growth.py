@@ -12,7 +12,7 @@ import pytest
 from dtrain.data.order.growth import Growth
 from dtrain.data.order.lines import Recipe
 from dtrain.data.order.mixture_order import Schedule
-from dtrain.data.order.mixture_position import MixturePosition, Plan, _of_source
+from dtrain.data.order.mixture_position import MixturePosition, Plan, saved_of_source
 from tests.data.order.growing import Sample, Shards, SourcePromise, more_files, through_a_file
 
 Files = dict[str, dict[str, int]]
@@ -31,7 +31,7 @@ def start(
 ) -> MixturePosition:
     """A position on these files of each source, restored."""
     names = list(files)
-    saved = {name: None if state is None else _of_source(state, name) for name in names}
+    saved = {name: None if state is None else saved_of_source(state, name) for name in names}
     indexes = [Shards.of(files[name], saved[name], growth) for name in names]
     points = tuple(it if isinstance(it, tuple) else ((0, float(it)),) for it in weights[: len(names)])
     seeds = [sum(map(ord, name)) for name in names]
