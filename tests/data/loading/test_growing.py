@@ -8,40 +8,17 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dtrain.data import BadShards, Growth, Mixture, ShardLoader, WorkerOptions
 from dtrain.data.shards import dataset_index
-from tests.data.order.growing import Promise, Sample
+from dtrain.data.sources.datasets import SampleSource
+from dtrain.data.sources.mixture import EvaluationSets
+from tests.data.loading.growing_shards import add, files_in, keys_of_step, sample_of, write
+from tests.data.order.growing import Promise
 from tests.refusals import refused
-from tests.shards import LABEL, close, make_ranks, valid_keys, write_tar
-
-
-def write(folder: Path, name: str, size: int) -> None:
-    write_tar(folder / name, [(f"{number:02}", {"cls": b"%d" % (number % 10)}) for number in range(size)])
-
-
-def files_in(folder: Path) -> dict[str, int]:
-    return {path.name: int(path.with_suffix(".size").read_text()) for path in sorted(folder.glob("*.tar"))}
-
-
-def add(rng: random.Random, folder: Path, ever: set[str], number: int) -> None:
-    """Writes up to ``number`` new shards, whose names sort before and between those that there are."""
-    for _ in range(number):
-        name, size = f"{rng.choice('abc')}-{rng.randrange(100):02}.tar", rng.randint(1, 9)
-        if name not in ever:
-            ever.add(name)
-            write(folder, name, size)
-            (folder / name).with_suffix(".size").write_text(str(size))
-
-
-def step_of(ranks: list[ShardLoader], streams: list[Any]) -> list[Sample]:
-    """The samples of the next global batch, which is then committed."""
-    each = zip(ranks, streams, strict=True)
-    batches = [next(stream) for loader, stream in each for _ in range(loader.micro_batches_per_step)]
-    for loader in ranks:
-        loader.commit()
-    return [(key.partition("/")[0], int(key.partition("/")[2])) for key in valid_keys(batches)]
+from tests.shards import LABEL, close, make_ranks, valid_keys
 
 
 @pytest.mark.parametrize("cases", [8, pytest.param(500, marks=pytest.mark.slow)])
@@ -76,7 +53,7 @@ def test_every_sample_is_loaded_as_often_as_promised(tmp_path: Path, cases: int)
             for _ in range(rng.randint(0, 12)):
                 epoch = ranks[0].position[0]
                 streams = streams or [iter(loader) for loader in ranks]
-                taken = step_of(ranks, streams)
+                taken = [sample_of(key) for key in keys_of_step(ranks, streams)]
                 is_last = ranks[0].position[0] > epoch
                 promise.take(epoch, taken, is_last)
                 streams = [] if is_last else streams
@@ -190,9 +167,16 @@ def test_excluded_samples_may_be_in_shards_that_were_removed(folder: Path) -> No
 def test_an_impossible_value_and_sources_that_cannot_grow_are_refused(folder: Path) -> None:
     with refused(ValueError, "data.grow", "'later'", "next_epoch or now"):
         Growth("later")
-    mixture = Mixture({"one": str(folder / "*.tar")})
-    with refused(ValueError, "data.grow", "single source", "data.grow=null"):
-        ShardLoader(mixture, LABEL, global_batch_size=4, num_workers=0, growth=Growth("now"))
+    arrays = {"label": np.arange(8)}
+    fixed: list[Any] = [
+        SampleSource.build(arrays, {"label": {"name": "label"}}),
+        Mixture({"one": arrays}),
+        EvaluationSets({"one": str(folder / "*.tar")}),
+    ]
+    for shards in fixed:
+        fields = {"label": {"name": "label"}} if isinstance(shards, Mixture) else LABEL
+        with refused(ValueError, "data.grow", "only shards for training", "data.grow=null"):
+            ShardLoader(shards, fields, global_batch_size=4, num_workers=0, growth=Growth("now"))
 
 
 @pytest.mark.parametrize("mapped", [False, True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -83,23 +83,46 @@ class SourcePromise:
 
     def take(self, places: int, samples: list[tuple[int, Sample]]) -> None:
         """A step took so many places of the source, which have these samples, each with its epoch."""
-        taken = 0
+        left = list(samples)
+        for epoch, number in self._places(places):
+            of_epoch = [sample for its_epoch, sample in left if its_epoch == epoch]
+            left = [each for each in left if each[0] != epoch]
+            self._take(number, of_epoch)
+        assert not left
+
+    def take_in_any_epoch(self, places: int, samples: list[Sample]) -> None:
+        """The same for samples of which the epoch is not known: those that an epoch owes are the first ones of each."""
+        left = list(samples)
+        for _, number in self._places(places):
+            assert self._owed is not None
+            of_epoch = [sample for sample in dict.fromkeys(left) if sample in self._owed][:number]
+            # Ends of epochs in one step: what this epoch owes and does not get now, it never gets.
+            for sample in of_epoch:
+                left.remove(sample)
+            self._take(number, of_epoch)
+        assert not left
+
+    def _places(self, places: int) -> Iterator[tuple[int, int]]:
+        """The epochs that a step takes places of, and how many of each."""
         while places:
             if self._owed is None:
                 self._owed, self._joined = set(self._files), set(self._files)
                 self._left, self._removed = len(self._owed), 0
-            of_epoch = [sample for epoch, sample in samples if epoch == self.epoch]
             number = min(places, self._left)
-            assert len(set(of_epoch)) == len(of_epoch)
-            assert set(of_epoch) <= self._owed, sorted(set(of_epoch) - self._owed)
-            assert 0 <= number - len(of_epoch) <= self._removed
-            self._owed -= set(of_epoch)
-            self._removed -= number - len(of_epoch)
-            taken, places, self._left = taken + len(of_epoch), places - number, self._left - number
-            if not self._left:
-                assert not self._owed, sorted(self._owed)
-                self.epoch, self._owed = self.epoch + 1, None
-        assert taken == len(samples)
+            places -= number
+            yield self.epoch, number
+
+    def _take(self, places: int, samples: list[Sample]) -> None:
+        assert self._owed is not None
+        assert len(set(samples)) == len(samples)
+        assert set(samples) <= self._owed, sorted(set(samples) - self._owed)
+        assert 0 <= places - len(samples) <= self._removed
+        self._owed -= set(samples)
+        self._removed -= places - len(samples)
+        self._left -= places
+        if not self._left:
+            assert not self._owed, sorted(self._owed)
+            self.epoch, self._owed = self.epoch + 1, None
 
 
 class Shards(Index):
