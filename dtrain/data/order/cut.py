@@ -30,13 +30,25 @@ class Cut:
     offsets: np.ndarray  # where each piece starts in the rest, and the end, int64, [pieces + 1]
     first: int  # place on the first lines at which the line of the joined shards starts
     joined: int  # samples of the shards that join
+    turns: np.ndarray | None = (
+        None  # when each lane's turn comes, int64, [lanes], if a step takes samples of some lanes only
+    )
 
     @classmethod
     def whole(cls, batch: int, lanes: int, steps: int, num_samples: int) -> Cut:
         """The cut at the beginning of an epoch."""
         return cls(batch, lanes, steps, np.zeros(1, np.int64), np.zeros(2, np.int64), 0, num_samples)
 
-    def rest(self, batch: int, lanes: int, steps: int, first: int, joined: int, taken: np.ndarray | None = None) -> Cut:
+    def rest(
+        self,
+        batch: int,
+        lanes: int,
+        steps: int,
+        first: int,
+        joined: int,
+        taken: np.ndarray | None = None,
+        turns: np.ndarray | None = None,
+    ) -> Cut:
         """The cut after this one: of what its committed steps leave, the ends of all lanes, and of the joined shards.
 
         Args:
@@ -46,12 +58,13 @@ class Cut:
             first: See the class.
             joined: See the class.
             taken: Committed samples of each lane of this cut, int64, shape ``[lanes]``; None: those of its committed steps.
+            turns: See the class.
         """
         bounds = self._bounds(np.arange(self.lanes + 1))
         taken = np.full(self.lanes, self.steps * self._per_lane) if taken is None else taken
         starts = np.minimum(bounds[:-1] + taken, bounds[1:])
         offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(bounds[1:] - starts)])
-        return Cut(batch, lanes, steps, starts, offsets, first, joined)
+        return Cut(batch, lanes, steps, starts, offsets, first, joined, turns)
 
     @cached_property
     def num_samples(self) -> int:
@@ -165,10 +178,12 @@ class Cut:
 
         The phases are the multiples of ``num_samples / lanes``, each once. So all lanes together have
         ``floor(steps * per_step * joined / num_samples)`` samples of joined shards before a step (Hermite's identity), if they
-        are equally long. The order of the phases, by multiples of the golden ratio, spreads them over the lanes of each rank.
+        are equally long. The order of the phases, by multiples of the golden ratio, spreads them over the lanes of each rank,
+        or over the turns.
         """
         total = self.num_samples
-        order = np.argsort(np.argsort(np.arange(self.lanes) * 0x9E3779B1 % 2**32))
+        turns = np.arange(self.lanes) if self.turns is None else self.turns
+        order = np.argsort(np.argsort(turns * 0x9E3779B1 % 2**32))
         phases = [rank * total // self.lanes for rank in order.tolist()]
         # Lanes may differ by one place. Those nearest to one more joined sample get one, until there are as many as join.
         parts = [divmod(length * self.joined, total) for length in np.diff(self._ends).tolist()]

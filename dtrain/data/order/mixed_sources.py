@@ -66,6 +66,7 @@ class Turns:
     Attributes:
         bounds: First place of each lane, and the end, int64, shape ``[lines, lanes + 1]``.
         lengths: Samples of each lane, int64, shape ``[lines, lanes]``.
+        order: When each lane's turn comes, int64, shape ``[lanes]``.
     """
 
     def __init__(self, sizes: np.ndarray, lanes: int) -> None:
@@ -73,11 +74,11 @@ class Turns:
         self.bounds = np.stack([lane_bounds(int(size), lanes) for size in sizes])
         self.lengths = np.diff(self.bounds)
         # Lanes take turns in bit-reversed order, so that any few samples in a row come from all over the line.
-        self._turns = np.argsort(_bit_reversed(lanes))
+        self.order = np.argsort(_bit_reversed(lanes))
         # After as many whole turns as the shortest lane has samples, only the longer lanes have one sample left.
         self._whole_turns = sizes // lanes
         longer = self.lengths > self._whole_turns[:, np.newaxis]
-        in_turn = np.cumsum(longer[:, np.argsort(self._turns)], axis=1)[:, self._turns] - 1
+        in_turn = np.cumsum(longer[:, np.argsort(self.order)], axis=1)[:, self.order] - 1
         self._last_turns = np.where(longer, in_turn, lanes)
 
     def given(self, drawn: np.ndarray) -> np.ndarray:
@@ -91,7 +92,7 @@ class Turns:
         """
         turns, rest = np.divmod(drawn, self._lanes)
         last = drawn - self._whole_turns * self._lanes
-        in_whole_turn = turns[..., np.newaxis] + (self._turns < rest[..., np.newaxis])
+        in_whole_turn = turns[..., np.newaxis] + (self.order < rest[..., np.newaxis])
         in_last_turn = self._whole_turns[:, np.newaxis] + (self._last_turns < last[..., np.newaxis])
         given: np.ndarray = np.where((last < 0)[..., np.newaxis], in_whole_turn, in_last_turn)
         return given
@@ -100,7 +101,7 @@ class Turns:
         """How many samples a line gives before it gives those at these places."""
         lane = np.searchsorted(self.bounds[line], place, side="right") - 1
         turns, whole = place - self.bounds[line, lane], int(self._whole_turns[line])
-        in_whole_turn = turns * self._lanes + self._turns[lane]
+        in_whole_turn = turns * self._lanes + self.order[lane]
         in_last_turn = whole * self._lanes + self._last_turns[line, lane]
         before: np.ndarray = np.where(turns < whole, in_whole_turn, in_last_turn)
         return before
@@ -132,8 +133,9 @@ class CutEpoch:
         # A lane gives one sample in each turn: a cut of as many samples a step.
         cuts = [Cut.whole(lanes, lanes, 0, lines.begun_with)]
         for (taken, _), joining in zip(epochs.cuts, lines.joining(), strict=False):
-            of_lanes = Turns(np.array([cuts[-1].num_samples]), lanes).given(np.array([[taken]]))[0, 0]
-            cuts.append(cuts[-1].rest(lanes, lanes, 0, *joining, taken=of_lanes))
+            before = Turns(np.array([cuts[-1].num_samples]), lanes)
+            of_lanes = before.given(np.array([[taken]]))[0, 0]
+            cuts.append(cuts[-1].rest(lanes, lanes, 0, *joining, of_lanes, before.order))
         self.lines = CutLines(lines, cuts)
         self.size = cuts[-1].num_samples
         self.turns = Turns(np.array([self.size]), lanes)
