@@ -30,6 +30,7 @@ from dtrain.config import compose
 from dtrain.config.schema import Config
 from dtrain.console import print_banner, progress
 from dtrain.data import ShardLoader
+from dtrain.data.shards.bad_shards import RECORD
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
 from dtrain.distributed.hang import HangWatch
 from dtrain.distributed.process_group import process_group, settle_network
@@ -45,7 +46,7 @@ from dtrain.runs import evaluation_results
 from dtrain.runs.evaluation_results import CheckpointEvaluation, aligned
 from dtrain.runs.hub import is_hub_url
 from dtrain.runs.recompose import recompose, take
-from dtrain.runs.run_spec import RunSpec, config_without_secrets, refuse_hidden
+from dtrain.runs.run_spec import CONFIG, RunSpec, config_without_secrets, parse_mapping, refuse_hidden
 from dtrain.runs.trust import TRUST, is_own, require_harmless
 from dtrain.training.build import EvaluationParts, build_for_evaluation, build_precision, build_task
 from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints
@@ -114,6 +115,9 @@ def run_evaluation(configs: Sequence[compose.Composed], which: str, weights: str
         for warning in on_all_ranks(lambda: check_precisions(configs, world)):
             if world.rank == 0:
                 print(warning, flush=True)
+        if (record := from_rank0(lambda: _record_of_shards(spec))) is not None:
+            for one in configs:
+                one.cfg.data.bad_shards = record
         prepare_data(cfg.data)
         names = on_all_ranks(lambda: class_names(cfg.data))
         path = checkpoints.path(step)
@@ -124,6 +128,15 @@ def run_evaluation(configs: Sequence[compose.Composed], which: str, weights: str
         from_rank0(lambda: write(results, names, folder))
         if problem := evaluation_results.explain_not_finite(results):
             raise ConfigError(problem)
+
+
+def _record_of_shards(spec: RunSpec) -> str | None:
+    """The record of the damaged shards that the run leaves out; None if it has none, or is evaluated on other data."""
+    record = spec.dir.absolute() / RECORD
+    if not record.exists():
+        return None
+    saved = parse_mapping(spec.dir / CONFIG, read_bounded(spec.dir / CONFIG))
+    return str(record) if saved.get("data", {}).get("eval") == spec.config["data"]["eval"] else None
 
 
 def run_artefact_evaluation(composed: compose.Composed, folder: Path, name: str, out: str, *, trust: bool) -> None:

@@ -135,7 +135,8 @@ class DataConfig:
     prepare: Any = None  # a _target_ that rank 0 calls once before the shards are listed
     # a file with one sample key per line: these training samples are masked wherever they occur, see docs/replay.md
     exclude: str | None = None
-    # new shards when a run resumes: null: refused | next_epoch: they join at the next epoch | now: in the rest of this one
+    # new shards when a run resumes: null: refused | next_epoch: they join at the next epoch | now: in the rest of this one;
+    # in a mixture, of their source
     grow: str | None = None
     grow_allow_removed: bool = False  # shards that are missing when a run resumes: their unused samples are left out
     # more bad samples end the run: 0: none; below 1 or 0.5%: a share, ten are always allowed; else a count
