@@ -13,6 +13,8 @@ from benchmarks.fault_hook import faulty
 from tests.ranks import RanksFailed
 from tests.refusals import assert_refused
 from tests.replay.replays import assert_trace_is_the_log, replay_on
+from tests.shards import stored_keys
+from tests.test_evaluate import evaluated, numbers
 from tests.whole_runs import train_on, weights
 
 USUAL = (
@@ -80,6 +82,18 @@ def test_replay_trace_and_fork_leave_out_the_same_shards(folder: Path, tmp_path:
     for number, fresh in enumerate((["run.fork_data=restart", f"run.fork={whole}@6"], [])):
         train(folder, tmp_path / str(number), *fresh, "train.max_steps=8")
         assert left_out(tmp_path / str(number)) == {"train": {}, "eval": {}}
+
+
+@pytest.mark.slow
+def test_an_evaluation_leaves_out_the_same_shards_unless_it_is_on_other_data(folder: Path, tmp_path: Path) -> None:
+    train(folder, tmp_path / "run", "data.max_bad_shards=2", "train.max_steps=6")
+    names = [path.name for path in sorted(folder.glob("test-*.tar"))]
+    repair(folder)
+    sizes = [len(stored_keys([str(folder / name)])) for name in names]
+    code, shown = evaluated(2, f"run.dir={tmp_path / 'run'}")
+    assert (code, numbers(shown)["samples"]) == (0, sum(sizes[1:])), shown
+    code, shown = evaluated(1, f"run.dir={tmp_path / 'run'}", f"data.eval={folder}/{names[0]}")
+    assert (code, numbers(shown)["samples"]) == (0, sizes[0]), shown
 
 
 def test_a_shard_that_breaks_later_is_refused_on_resume(
