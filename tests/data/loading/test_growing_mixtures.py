@@ -17,7 +17,7 @@ from tests.refusals import refused
 from tests.shards import LABEL, close, valid_keys
 
 
-@pytest.mark.parametrize("cases", [5, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [5, pytest.param(150, marks=pytest.mark.slow)])
 def test_every_sample_of_every_source_is_loaded_as_often_as_promised(tmp_path: Path, cases: int) -> None:
     for case in range(cases):
         rng, folder = random.Random(case), tmp_path / str(case)
