@@ -62,9 +62,10 @@ class ShardLoader:
         seed: Seed of the order and of every augmentation.
         shuffle: ``"window"`` (shards permuted, samples permuted within shuffle windows), ``"full"`` or ``"none"``.
         lanes: Contiguous pieces of the epoch that a step draws from; a divisor of ``global_batch_size``. None: the
-            largest one up to 64; with shuffle ``"none"`` one, which is the stored order. There, several lanes let each
-            rank open only its share of the shards, as in evaluation. With ``"full"`` there is always one. In a mixture
-            any number, and None is 64.
+            largest one up to 64, or up to ``world_size`` if that is larger; with shuffle ``"none"`` one, which is the
+            stored order. There, several lanes let each rank open only its share of the shards, as in evaluation. With
+            ``"full"`` there is always one. In a mixture any number, and None is 64, or ``world_size``. A loaded state
+            keeps its own default.
         window: Shards in a shuffle window. None: 8.
         tail: ``"pad"`` masks the missing rows of the last step; ``"drop"`` leaves out samples that do not fill a step. In a
             mixture every step is full.
@@ -158,9 +159,11 @@ class ShardLoader:
         if isinstance(self.source, MixtureSource):
             if mix is not None:
                 self.source.check_mix(mix)
-            self._position = self.source.position(recipe, global_batch_size, lanes, default_window=window is None)
+            self._position = self.source.position(
+                recipe, global_batch_size, lanes, default_window=window is None, ranks=world_size
+            )
         else:
-            layout = Layout(global_batch_size, choose_lanes(global_batch_size, lanes, shuffle))
+            layout = Layout(global_batch_size, choose_lanes(global_batch_size, lanes, shuffle, world_size))
             self._new_position = partial(
                 Position,
                 recipe=recipe,

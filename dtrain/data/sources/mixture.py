@@ -389,11 +389,11 @@ class MixtureSource(Source):
         return "\n".join(lines)
 
     def position(
-        self, recipe: Recipe, global_batch_size: int, lanes: int | None, *, default_window: bool
+        self, recipe: Recipe, global_batch_size: int, lanes: int | None, *, default_window: bool, ranks: int
     ) -> MixturePosition | Position:
         """The position at the start."""
         if self._deal is None:
-            lanes = choose_lanes(global_batch_size, lanes, recipe.shuffle)
+            lanes = choose_lanes(global_batch_size, lanes, recipe.shuffle, ranks)
             return _SetsPosition(self, recipe, Layout(global_batch_size, lanes))
         weights, epoch_of = self._deal
         return MixturePosition(
@@ -404,6 +404,7 @@ class MixtureSource(Source):
             self.seeds(recipe.seed),
             lanes=1 if recipe.shuffle == "full" or (recipe.shuffle == "none" and lanes is None) else lanes,
             default_window=default_window,
+            ranks=ranks,
         )
 
     def check_mix(self, mix: Mix) -> None:
