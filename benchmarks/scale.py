@@ -334,18 +334,17 @@ def of_verification(folder: Path, ranks: int) -> dict[str, float]:
         torch.set_num_threads(1)
         store = fresh_store(number, ranks, TIMEOUT)
         dist.init_process_group("gloo", store=store, rank=number, world_size=ranks, timeout=TIMEOUT)
-        read = 0
+        read: list[int] = []  # bytes; several threads append
 
         def counted(path: Path) -> dict[str, Any]:
-            nonlocal read
-            read += path.stat().st_size
+            read.append(path.stat().st_size)
             return hashed(path)
 
         hashed, manifest.size_and_hash = manifest.size_and_hash, counted
         dist.barrier()
         began, cpu = time.monotonic(), time.process_time()
         verify_folder(folder)
-        result = {"mib": read / 2**20, "ms": _ms(began), "cpu_ms": (time.process_time() - cpu) * 1e3}
+        result = {"mib": sum(read) / 2**20, "ms": _ms(began), "cpu_ms": (time.process_time() - cpu) * 1e3}
         _leave(store, ranks)
         return result
 

@@ -7,8 +7,9 @@
   one file for each key. Code for GPUs has the number of the device in it, so the ranks of a machine have a file each.
 * torch unpickles artefacts. So they are never in a run directory, which may come from somebody else, but in the folder
   ``compiled`` of the cache. It must be *own* (``dtrain.files``), and the file too: nobody else can have put it there.
-* A file is a line of JSON with the names of the artefacts and the SHA-256 of what follows. Whatever is wrong with it is one
-  line for the user, and the run compiles.
+* A file is a line of JSON with the names of the artefacts and the SHA-256 of what follows, the *parts*: what torch has returned
+  at each save. Of several saves of one process, torch (2.9 to 2.13) loads only what the last one has added, so all are kept.
+* Whatever is wrong with a file is one line for the user, and the run compiles.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import nn
@@ -37,6 +38,7 @@ _FORMAT = 1
 _SUFFIX = ".artefacts"
 _MOST_BYTES = 4 << 30  # of all files; the least recently used are deleted
 _MOST_HEADER = 16 << 20  # bytes
+_MOST_PARTS = 8  # then the file begins anew
 # Timeouts and the like do not change a graph.
 _PARALLEL = (
     *(
@@ -110,19 +112,17 @@ class CompileCache:
         began = time.monotonic()
         try:
             with self._own_folder() as folder:
-                names, content = _read(folder, self.path.name)
+                parts = _read(folder, self.path.name)
                 os.utime(self.path.name, dir_fd=folder, follow_symlinks=False)
-            info = torch.compiler.load_cache_artifacts(content)
+            loaded = [torch.compiler.load_cache_artifacts(part.content) for part in parts]
         except FileNotFoundError:
             return []
         except Exception as error:  # noqa: BLE001 - torch does not say what its format may raise
             return [f"train.compile: {self.path} is not used, so the model is compiled: {_reason(error)}"]
-        if info is None:
+        if None in loaded:
             return [f"train.compile: {self.path} is not used, so the model is compiled: torch cannot read it"]
-        self._known = names
-        return [
-            f"train.compile: {_counted(names, content)} loaded from {self.path} in {time.monotonic() - began:.2f} s"
-        ]
+        self._known = _all_names(parts)
+        return [f"train.compile: {_counted(parts)} loaded from {self.path} in {time.monotonic() - began:.2f} s"]
 
     def save(self) -> list[str]:
         """Writes what this process has compiled so far, unless the file has it; returns lines for the user.
@@ -133,24 +133,24 @@ class CompileCache:
         if not self._writes or (saved := torch.compiler.save_cache_artifacts()) is None:
             return []
         content, info = saved
-        names = _names(info)
-        if names <= self._known:
+        new = _Part(_names(info) - self._known, content)
+        if not new.names:
             return []
-        self._known = names
+        self._known |= new.names
         try:
             self.path.parent.mkdir(0o700, parents=True, exist_ok=True)
             with self._own_folder() as folder, _only_writer(folder, f".{self.path.name}.lock") as alone:
-                if not alone or names <= _names_in(folder, self.path.name):
+                parts = _parts_in(folder, self.path.name)
+                if not alone or new.names <= _all_names(parts):
                     return []
-                _make_room(self.path.parent, len(content))
-                header = {"format": _FORMAT, "artefacts": sorted(names), "sha256": hashlib.sha256(content).hexdigest()}
+                parts = [*parts, new] if len(parts) < _MOST_PARTS else [new]
+                _make_room(folder, sum(len(part.content) for part in parts), self.path.name)
                 with replace_file(self.path, concurrent=True) as file:
                     os.fchmod(file.fileno(), 0o600)
-                    file.write(json.dumps(header).encode() + b"\n")
-                    file.write(content)
+                    _write(file, parts)
         except OSError as error:
             return [f"train.compile: {self.path} cannot be written, so the next start compiles: {_reason(error)}"]
-        return [f"train.compile: {_counted(names, content)} saved in {self.path} for the next start"]
+        return [f"train.compile: {_counted(parts)} saved in {self.path} for the next start"]
 
     @contextmanager
     def _own_folder(self) -> Iterator[int]:
@@ -164,12 +164,29 @@ class CompileCache:
             os.close(folder)
 
 
-def _read(folder: int, name: str) -> tuple[set[str], bytes]:
-    """Names of the artefacts, and the bytes for torch.
+class _Part(NamedTuple):
+    """What torch has returned at one save, and the names of the artefacts that were new."""
+
+    names: set[str]
+    content: bytes
+
+
+def _write(file: BinaryIO, parts: Sequence[_Part]) -> None:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.content)
+    listed = [{"artefacts": sorted(part.names), "size": len(part.content)} for part in parts]
+    file.write(json.dumps({"format": _FORMAT, "sha256": digest.hexdigest(), "parts": listed}).encode() + b"\n")
+    for part in parts:
+        file.write(part.content)
+
+
+def _read(folder: int, name: str) -> list[_Part]:
+    """What ``_write`` has written.
 
     Raises:
         FileNotFoundError: If there is no file.
-        OSError, ValueError: If it is not this user's, or not one that ``save`` has written, or damaged.
+        OSError, ValueError: If it is not this user's, or not one that dtrain has written, or damaged.
     """
     # A link raises an error, and a pipe does not wait for its other end.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -178,23 +195,32 @@ def _read(folder: int, name: str) -> tuple[set[str], bytes]:
             raise PermissionError(errno.EPERM, "it is not a regular file that only you may write")
         try:
             header = json.loads(file.readline(_MOST_HEADER))
-            names, digest = set(header["artefacts"]), header["sha256"]
             if header["format"] != _FORMAT:
                 raise ValueError(f"it has format {header['format']!r}, this version reads {_FORMAT}")
+            listed = [(set(part["artefacts"]), int(part["size"])) for part in header["parts"]]
+            expected = header["sha256"]
         except (KeyError, TypeError, RecursionError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError("it has no header of dtrain") from error
         content = file.read()
-    if hashlib.sha256(content).hexdigest() != digest:
+    if hashlib.sha256(content).hexdigest() != expected or sum(size for _, size in listed) != len(content):
         raise ValueError("it is incomplete or has changed since it was written")
-    return names, content
+    parts, at = [], 0
+    for names, size in listed:
+        parts.append(_Part(names, content[at : at + size]))
+        at += size
+    return parts
 
 
-def _names_in(folder: int, name: str) -> set[str]:
-    """Names of the artefacts in a file; none if it is missing or not usable."""
+def _parts_in(folder: int, name: str) -> list[_Part]:
+    """The parts of a file; none if it is missing or not usable."""
     try:
-        return _read(folder, name)[0]
+        return _read(folder, name)
     except (OSError, ValueError):
-        return set()
+        return []
+
+
+def _all_names(parts: Iterable[_Part]) -> set[str]:
+    return {name for part in parts for name in part.names}
 
 
 def _names(info: Any) -> set[str]:
@@ -218,18 +244,20 @@ def _only_writer(folder: int, name: str) -> Iterator[bool]:
                     os.unlink(name, dir_fd=folder)
 
 
-def _make_room(folder: Path, size: int) -> None:
-    """Deletes the least recently used files until one of this size fits into the limit."""
+def _make_room(folder: int, size: int, replaced: str) -> None:
+    """Deletes the least recently used files until one of this size fits into the limit; ``replaced`` is replaced by it."""
     found = []
-    for path in folder.glob(f"*{_SUFFIX}"):
-        with suppress(FileNotFoundError):
-            status = path.lstat()
-            found.append((status.st_mtime_ns, status.st_size, path))
+    for name in os.listdir(folder):
+        if name.endswith(_SUFFIX) and not name.startswith(".") and name != replaced:
+            with suppress(FileNotFoundError):
+                status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                found.append((status.st_mtime_ns, status.st_size, name))
     total = size + sum(each[1] for each in found)
-    for _, freed, path in sorted(found):
+    for _, freed, name in sorted(found):
         if total <= _MOST_BYTES:
             break
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # of another process
+            os.unlink(name, dir_fd=folder)
         total -= freed
 
 
@@ -251,8 +279,9 @@ def _code_of(objects: Iterable[Any]) -> dict[str, str]:
     return code
 
 
-def _counted(names: set[str], content: bytes) -> str:
-    return f"{len(names)} compiled {'artefact' if len(names) == 1 else 'artefacts'} ({len(content) / 1e6:.1f} MB)"
+def _counted(parts: Sequence[_Part]) -> str:
+    number, size = len(_all_names(parts)), sum(len(part.content) for part in parts)
+    return f"{number} compiled {'artefact' if number == 1 else 'artefacts'} ({size / 1e6:.1f} MB)"
 
 
 def _reason(error: Exception) -> str:
