@@ -176,8 +176,8 @@ def finish(arguments: argparse.Namespace, results: Mapping[str, Any], packages: 
 def _script(path: Path) -> list[str]:
     if path.parent.name == "scripts":
         return [f"scripts/{path.name}"]
-    package = "benchmarks.plain" if path.parent.name == "plain" else "benchmarks"
-    return ["-m", f"{package}.{path.stem}"]
+    parts = path.with_suffix("").parts
+    return ["-m", ".".join(part for part in parts[parts.index("benchmarks") :] if part != "__main__")]
 
 
 def version(package: str) -> str:

@@ -10,7 +10,8 @@ the growth with the number of ranks are what can be compared. docs/scale.md extr
   full mesh it waits for the address of every other rank; with lazy connections (``TORCH_GLOO_LAZY_INIT``) for none.
 * ``store`` is one TCPStore that several processes ask at once, with the call of ``HangWatch``.
 * ``order`` is a rank of 4,096 in the middle of an epoch over 1e9 samples in 1e5 shards.
-* ``manifest`` and ``SHA-256`` are what rank 0 reads of a checkpoint at a start.
+* ``verification`` is that of a sharded checkpoint at a start: the ranks divide its files among them.
+* ``manifest`` is what rank 0 reads of it, ``headers`` what every rank reads.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import json
 import multiprocessing
 import os
 import statistics
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,16 +36,21 @@ import torch.distributed as dist
 from benchmarks import harness
 from benchmarks.order import epoch_order, milliseconds, resident_bytes
 from dtrain.data.loading.workers import RankShare
-from dtrain.data.order.epoch_order import EpochOrder, Layout
+from dtrain.data.order.epoch_order import EpochOrder, Layout, choose_lanes
 from dtrain.data.order.lines import Recipe
 from dtrain.data.shards.dataset_index import DatasetIndex
 from dtrain.distributed.collectives import on_all_ranks
 from dtrain.distributed.store import fresh_store
+from dtrain.distributed.world import World
 from dtrain.precision.vote import payload_bytes
+from dtrain.training.checkpoint import manifest
+from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints, verify_folder
+from dtrain.training.checkpoint.tensors import Part, rank_file, read_parts
 
 TIMEOUT = timedelta(seconds=300)
 VOTES = 50
 CLIENTS, CALLS = (1, 4, 16), 2000
+VERIFIERS, FILES, FILE_MIB = (1, 2, 8, 32), 64, 8
 RANKS, SHARDS, PER_SHARD, ROWS = 4096, 100_000, 10_000, 64
 _CALLS = ("set", "get", "add", "check", "wait", "append")
 
@@ -84,9 +92,23 @@ def main() -> None:
     order = measured_order(shards, per_shard)
     results["order"] = order
     _show(f"order and index, {shards * per_shard:,} samples in {shards:,} shards, rank 2,049 of {RANKS:,}", order)
+    verifiers = {f"{ranks} ranks": ranks for ranks in (VERIFIERS[:2] if arguments.quick else VERIFIERS)}
+    file_mib = 1 if arguments.quick else FILE_MIB
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = written_checkpoint(Path(folder), FILES, file_mib)
+        verified = harness.interleaved(
+            arguments.rounds, verifiers, lambda row: of_verification(checkpoint, verifiers[row])
+        )
+    table = harness.Table(f"verification of a sharded checkpoint, {FILES} files of {file_mib} MiB", verifiers)
+    table.medians("MiB read by a rank", harness.column(verified, "mib"), 0)
+    table.medians("CPU ms of a rank", harness.column(verified, "cpu_ms"), 0)
+    table.medians("ms", harness.column(verified, "ms"), 0)
+    table.show(harness.rounds_note(arguments.rounds))
+    results["verification"] = verified
+
     files = measured_checkpoint(64 if arguments.quick else RANKS)
     results["checkpoint"] = files
-    _show("a sharded checkpoint, as rank 0 reads it at a start", files)
+    _show(f"a sharded checkpoint of {64 if arguments.quick else RANKS:,} ranks", files)
     harness.finish(arguments, results)
 
 
@@ -104,9 +126,14 @@ def of_ranks(ranks: int, kind: str, *, calls: bool) -> dict[str, float]:
     environment = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     # It decides only whether a rank makes a connection to each other one when it joins.
     environment["TORCH_GLOO_LAZY_INIT"] = "1" if kind == "lazy" else "0"
+    return _joined(ranks, environment, lambda rank: _rank(rank, ranks, environment, calls))
+
+
+def _joined(ranks: int, environment: dict[str, str], function: Callable[[int], dict[str, float]]) -> dict[str, float]:
+    """The medians over ranks that find each other through a store."""
     with Server() as server:
         environment["MASTER_PORT"] = str(server.port)
-        found = _forked(lambda rank: _rank(rank, ranks, environment, calls), range(ranks))
+        found = _forked(function, range(ranks))
     return {name: statistics.median(one[name] for one in found) for name in found[0]}
 
 
@@ -164,10 +191,15 @@ def _rank(rank: int, ranks: int, environment: dict[str, str], count: bool) -> di
     began = time.monotonic()
     on_all_ranks(lambda: None)
     result["agree_ms"] = _ms(began)
+    _leave(store, ranks)
+    return result
+
+
+def _leave(store: dist.Store, ranks: int) -> None:
+    """Returns when all ranks have called it."""
     if store.add("done", 1) == ranks:
         store.set("all done", "")
     store.wait(["all done"], TIMEOUT)
-    return result
 
 
 class CountingStore(dist.Store):
@@ -253,7 +285,8 @@ def measured_order(shards: int, per_shard: int) -> dict[str, float]:
         return samples.size, np.unique(np.searchsorted(starts, samples, side="right")).size
 
     samples, opened = read(order)
-    _, opened_with_lanes = read(EpochOrder(counts, Recipe(0, "window"), 0, [Layout(ROWS * RANKS, RANKS)]))
+    lanes = choose_lanes(ROWS * RANKS, None, "window", RANKS)
+    _, opened_with_lanes = read(EpochOrder(counts, Recipe(0, "window"), 0, [Layout(ROWS * RANKS, lanes)]))
     unmapped = np.broadcast_to(np.int64(0), (int(counts.sum()), 2))
     arrays = {"counts": counts, "shard_sizes": counts, "offsets": unmapped, "sizes": unmapped}
     arrays |= {"key_bytes": np.zeros(0, np.uint8), "key_starts": np.zeros(1, np.int64)}
@@ -272,27 +305,76 @@ def measured_order(shards: int, per_shard: int) -> dict[str, float]:
         "steps of an epoch": float(order.num_steps),
         "samples of the rank": float(samples),
         "its share of the shards": shards / RANKS,
-        "shards that it opens, with 64 lanes (the default)": float(opened),
-        f"shards that it opens, with data.lanes={RANKS}": float(opened_with_lanes),
+        "shards that it opens, in a run that began on 64 ranks (64 lanes)": float(opened),
+        f"shards that it opens, in a run that began on these ({lanes:,} lanes)": float(opened_with_lanes),
         "ms to open the index and compute its fingerprint": index_ms,
         "bytes of a sample in the index, two fields, keys of 10 bytes": 2 * 2 * 8 + 8 + 10.0,
     }
 
 
+def written_checkpoint(folder: Path, ranks: int, mib: int) -> Path:
+    """A sharded checkpoint with a file of each rank."""
+    checkpoints = Checkpoints(folder)
+    staged, entries, values = checkpoints.stage(1), [], torch.arange(mib << 18, dtype=torch.float32)
+    content: Checkpoint | None = None
+    for rank in range(ranks):
+        part = Part(values + rank, (len(values) * rank,), (len(values) * ranks,))
+        content = Checkpoint({"model": {"weight": part}}, {})
+        world = World(rank, ranks, rank, ranks, torch.device("cpu"), "gloo", True)
+        entries.append(checkpoints.write_rank(staged, content, world))
+    assert content is not None
+    return checkpoints.complete(1, staged, content, entries)
+
+
+def of_verification(folder: Path, ranks: int) -> dict[str, float]:
+    """Medians over ranks that verify a checkpoint together. It is in the page cache: this measures SHA-256 and not the disk."""
+    environment = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+
+    def rank(number: int) -> dict[str, float]:
+        os.environ.update(environment)
+        torch.set_num_threads(1)
+        store = fresh_store(number, ranks, TIMEOUT)
+        dist.init_process_group("gloo", store=store, rank=number, world_size=ranks, timeout=TIMEOUT)
+        read: list[int] = []  # bytes; several threads append
+
+        def counted(path: Path) -> dict[str, Any]:
+            read.append(path.stat().st_size)
+            return hashed(path)
+
+        hashed, manifest.size_and_hash = manifest.size_and_hash, counted
+        dist.barrier()
+        began, cpu = time.monotonic(), time.process_time()
+        verify_folder(folder)
+        result = {"mib": sum(read) / 2**20, "ms": _ms(began), "cpu_ms": (time.process_time() - cpu) * 1e3}
+        _leave(store, ranks)
+        return result
+
+    return _joined(ranks, environment, rank)
+
+
 def measured_checkpoint(ranks: int) -> dict[str, float]:
-    """The manifest of so many files, and the rate of SHA-256 of one thread."""
-    digest = hashlib.sha256(b"").hexdigest()
-    files = [f"rank-{rank:05d}-of-{ranks:05d}.safetensors" for rank in range(1, ranks + 1)]
-    manifest = {name: {"size": 10**9, "sha256": digest} for name in files}
-    text = json.dumps(manifest)
+    """The manifest of so many files, the headers of the files, and the rate of SHA-256 of one thread."""
     block = bytes(1 << 24)
-    return {
-        f"KiB of a manifest of {ranks:,} files": len(text) / 1024,
-        "ms to read it": statistics.median(milliseconds(lambda: json.loads(text)) for _ in range(5)),
-        "GB/s of SHA-256, one thread": len(block)
-        / 1e6
-        / min(milliseconds(lambda: hashlib.sha256(block)) for _ in range(9)),
-    }
+    measured: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for files in (ranks, 16 * ranks):
+            entry = {"size": 10**9, "sha256": hashlib.sha256(b"").hexdigest()}
+            content = {rank_file(rank, files): entry for rank in range(files)} | {"state.json": entry}
+            (folder / manifest.MANIFEST).write_text(json.dumps(content, indent=1))
+            measured[f"KiB of a manifest of {files:,} files"] = (folder / manifest.MANIFEST).stat().st_size / 1024
+            measured[f"ms to read a manifest of {files:,} files"] = statistics.median(
+                milliseconds(lambda: manifest.read_manifest(folder)) for _ in range(5)
+            )
+        checkpoint = written_checkpoint(folder, ranks, 0)
+        paths = [checkpoint / rank_file(rank, ranks) for rank in range(ranks)]
+        measured["ms to read the headers of its files, on each rank"] = statistics.median(
+            milliseconds(lambda: read_parts(paths)) for _ in range(3)
+        )
+    measured["GB/s of SHA-256, one thread"] = (
+        len(block) / 1e6 / min(milliseconds(lambda: hashlib.sha256(block)) for _ in range(9))
+    )
+    return measured
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
 """Seconds from the command to the first optimizer step: of a new run, with known shards, and of a run that was killed.
 
     python -m benchmarks.start [--ranks 1 2] [--rounds 5] [--json FILE]
+    python -m benchmarks.start --compile --ranks 1 [--rounds 3]
 
 Real processes, started like a user's: ``python -m`` for one rank, torchrun for more. The data are 30,000 generated 32x32
 JPEGs in 64 shards, in the page cache; a small CNN, two loader workers a rank. The killed run died (SIGKILL) at step 15 with a
 checkpoint of step 10 and resumes with step 11. ``bare`` is the least that can be done: it imports torch, makes a process
 group, wraps the same network in DDP and takes one step on random numbers. Times are rank 0's wall time; the line under the
 table splits the time of the indexed run.
+
+With ``--compile`` the rows are runs with ``train.compile=true`` over indexed shards: ``nothing kept`` compiles everything;
+``dtrain's cache`` has the artefacts of an earlier run and an empty ``TORCHINDUCTOR_CACHE_DIR``, as on a new machine that shares
+``DTRAIN_CACHE``; ``torch's cache`` is a second start on the same machine.
 """
 
 # The measured ranks run this file too, so it imports torch, dtrain and the harness in functions only.
@@ -24,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 NEW, INDEXED, KILLED, BARE = "new run", "new run, shards indexed before", "killed run", "bare"
+COLD, CACHED, WARM = "compiled, nothing kept", "compiled, dtrain's cache", "compiled, torch's cache"
 #: Parts of a start; each ends at a mark.
 PARTS = ("python", "imports", "config, ranks", "data", "model", "first batch", "first step")
 SAVED_AT, KILLED_AT = 10, 15
@@ -37,6 +43,7 @@ def main() -> None:
 
     parser = harness.command_line(__doc__, rounds=5)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--compile", action="store_true", help="measure starts with train.compile=true")
     arguments = harness.parse(parser, rounds=1)
     number, shards = (300, 4) if arguments.quick else (30_000, 64)
     report = {}
@@ -44,8 +51,10 @@ def main() -> None:
         harness.jpeg_shards(folder / "shards", number=number, width=32, height=32, shards=shards)
         for ranks in arguments.ranks:
             starts = Starts(folder, ranks)
-            starts.kill_a_run()
-            marks = harness.interleaved(arguments.rounds, (NEW, INDEXED, KILLED, BARE), starts.measure)
+            if not arguments.compile:
+                starts.kill_a_run()
+            rows = (INDEXED, COLD, CACHED, WARM) if arguments.compile else (NEW, INDEXED, KILLED, BARE)
+            marks = harness.interleaved(arguments.rounds, rows, starts.measure)
             seconds = harness.column(marks, "first step")
             times = [[0.0, *(one[part] for part in PARTS)] for one in marks[INDEXED]]
             parts = {part: statistics.median(one[at + 1] - one[at] for one in times) for at, part in enumerate(PARTS)}
@@ -83,8 +92,14 @@ class Starts:
             shutil.rmtree(old, ignore_errors=True)
         if row == KILLED:
             shutil.copytree(self._killed, run_dir)
+        compiled = row in (COLD, CACHED, WARM)
+        if row == COLD:
+            shutil.rmtree(self.folder / "cache" / "compiled", ignore_errors=True)
+        if row in (COLD, CACHED):
+            shutil.rmtree(self.folder / "inductor", ignore_errors=True)
         steps = SAVED_AT + 2 if row == KILLED else 2
-        return self._start(self._overrides(run_dir, steps), "empty-cache" if row == NEW else "cache")
+        overrides = [*self._overrides(run_dir, steps), *(["train.compile=true"] if compiled else [])]
+        return self._start(overrides, "empty-cache" if row == NEW else "cache")
 
     def _overrides(self, run_dir: Path, steps: int) -> list[str]:
         data = ["data=shards", f"data.train={self.folder}/shards/*.tar", "data.image_size=32", "data.num_workers=2"]
@@ -97,6 +112,7 @@ class Starts:
         marks = self.folder / "marks.json"
         marks.unlink(missing_ok=True)
         environment = {MARKS: str(marks), STARTED: repr(time.time()), "DTRAIN_CACHE": str(self.folder / cache)}
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(self.folder / "inductor")
         command = harness.python("-m", "benchmarks.start", *arguments, ranks=self.ranks)
         try:
             harness.run(command, **environment)

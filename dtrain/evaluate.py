@@ -106,7 +106,7 @@ def run_evaluation(configs: Sequence[compose.Composed], which: str, weights: str
         if not cfg.data.eval:
             raise ConfigError("data.eval is not set, so there is nothing to evaluate on. Set data.eval=...")
         checkpoints = Checkpoints.from_config(spec.dir, cfg.checkpoint)
-        step = from_rank0(lambda: checkpoints.choose(which))
+        step = checkpoints.choose(which)
         checkpoint = on_all_ranks(lambda: checkpoints.load(step))
         if checkpoint.rest is not None:  # the initial weights are needed, at the commit that the run has used
             run = pin_weights(cfg, spec)[0].run

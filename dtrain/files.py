@@ -8,6 +8,7 @@
   through; a pipe or a device is refused, since it would block its reader or never end. Folders may be links. YAML and JSON
   are bounded in size and depth.
 * Permissions follow the umask, also for files that a library created for their owner only.
+* A folder or file is *own* if nobody but this user and root may write it. What dtrain trusts in a cache is own.
 """
 
 from __future__ import annotations
@@ -150,6 +151,31 @@ def remove(path: Path) -> None:
     else:
         with suppress(OSError):
             path.unlink()
+
+
+# -- own folders and files
+
+
+def own_folder(folder: Path) -> Path:
+    """Where this user keeps what others must not alter: ``folder``, or its subfolder ``dtrain-UID`` if others may write it.
+
+    It may not exist yet. The subfolder may be somebody else's, or a link, so open it without following one and ask ``is_own``.
+    """
+    try:
+        return folder if is_own(os.stat(folder)) else folder / f"dtrain-{os.geteuid()}"
+    except OSError:
+        return folder  # it is created
+
+
+def is_own(status: os.stat_result) -> bool:
+    """Whether nobody but this user, and root, may write a file or folder."""
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def is_own_file(status: os.stat_result) -> bool:
+    """Whether it is a regular file that is own, and has one name only."""
+    # A file with two names may be another file of this user, which must not be written.
+    return stat.S_ISREG(status.st_mode) and is_own(status) and status.st_nlink <= 1
 
 
 # -- appending, locking, cutting

@@ -77,6 +77,8 @@ def train_on_ranks(cfg: Config, spec: RunSpec, failure: FailureRecord, recovery:
         # -- data and model: loaders first, since the length of an epoch decides the schedule
         run, warnings = build_run(cfg, spec.dir, world)
         run.hooks = hooks  # their states are restored, too
+        if run.compile_cache is not None:
+            warnings = [*warnings, *run.compile_cache.load()]
 
         # -- restore: everything or nothing
         start = recovery.restore(run) or restore(run, earlier)

@@ -104,12 +104,18 @@ def show(arguments: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) 
     for (name, row), rounds in rows.items():
         for one in rounds:
             if "failed" in one:
-                print(f"{CONTENDERS[name]}{row} did not resume: {one['failed'].strip().splitlines()[-1]}")
+                print(f"{CONTENDERS[name]}{row} did not resume: {_reason(one['failed'])}")
     for name, rounds in found.items():
         if any(one["undisturbed"]["lost"] or one["undisturbed"]["doubled"] for one in rounds):
             counts = rounds[0]["undisturbed"]
             print(f"{CONTENDERS[name]}, undisturbed: {counts['lost']:,} lost, {counts['doubled']:,} doubled")
     harness.finish(arguments, {"measured": found}, ("torch", *PACKAGES.values()))
+
+
+def _reason(output: str) -> str:
+    """The line that says why a start failed."""
+    lines = [line for line in output.splitlines() if "Error: " in line and "ChildFailedError" not in line]
+    return (lines or output.splitlines() or [""])[0]
 
 
 def _cell(rounds: Sequence[dict[str, Any]], name: str, decimals: int = 0) -> str:

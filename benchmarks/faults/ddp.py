@@ -17,7 +17,7 @@ def main() -> None:
     """One start."""
     dist.init_process_group("gloo")
     dataset = protocol.Samples()
-    sampler = DistributedSampler(dataset, seed=protocol.SEED)
+    sampler: DistributedSampler[object] = DistributedSampler(dataset, seed=protocol.SEED)
     loader = DataLoader(dataset, protocol.BATCH // protocol.ranks(), sampler=sampler)
     model = protocol.model()
     optimizer = protocol.optimizer(model)

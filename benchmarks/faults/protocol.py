@@ -114,6 +114,6 @@ class Log:
 
     def step(self, samples: Tensor, loss: Tensor) -> None:
         """Logs the samples of this rank and their mean loss; call it before the backward."""
-        line = {"step": self._step, "samples": samples.tolist(), "loss": float(loss)}
+        line = {"step": self._step, "samples": samples.tolist(), "loss": loss.item()}
         print(json.dumps(line), file=self._file)
         self._step += 1

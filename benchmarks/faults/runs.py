@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks import harness
 from benchmarks.faults import protocol
@@ -169,7 +170,7 @@ def count(folder: Path, seconds: float) -> Result:
     return Result(losses, lost, doubled, repeated, seconds)
 
 
-def _lines(path: Path) -> list[dict[str, object]]:
+def _lines(path: Path) -> list[dict[str, Any]]:
     lines = []
     for line in path.read_text().splitlines():
         try:

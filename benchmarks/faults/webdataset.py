@@ -38,7 +38,8 @@ def main() -> None:
     """One start."""
     dist.init_process_group("gloo")
     urls = [str(path) for path in sorted(protocol.data_folder().glob("*.tar"))]
-    dataset = webdataset.WebDataset(urls, resampled=True, shardshuffle=True).shuffle(1000).map(decoded)
+    shards = {"resampled": True, "shardshuffle": True, "nodesplitter": webdataset.split_by_node}
+    dataset = webdataset.WebDataset(urls, **shards).shuffle(1000).map(decoded)
     batches = protocol.SAMPLES // protocol.BATCH
     loader = webdataset.WebLoader(dataset.batched(protocol.BATCH // protocol.ranks()), batch_size=None)
     loader = loader.with_epoch(batches)

@@ -122,7 +122,8 @@ class DataConfig:
     # processes that build batches; 0: the training process does; auto: as many as the data need and the cores allow
     num_workers: int | str = "auto"
     shuffle: str = "window"  # window: within shuffle windows | full: all samples | none: as stored
-    # contiguous pieces of the epoch from which each step draws; null: a divisor of the global batch up to 64; 1 if unshuffled
+    # contiguous pieces of the epoch from which each step draws; null: a divisor of the global batch up to 64, or up to the
+    # ranks of the first start if they are more; 1 if unshuffled
     lanes: int | None = None
     window: int | None = None  # shards of a shuffle window: neighbours in a lane that are shuffled together; null: 8
     # samples that are shuffled together in a dataset by _target_; null: 1, in a large dataset more

@@ -1,7 +1,7 @@
 """Agreement between ranks outside of the training step: rank 0's decisions, errors of any rank, equal buffers.
 
 All functions are collective: every rank calls them, in the same order. In a process without a process group, such as an
-export, ``from_rank0`` and ``on_all_ranks`` only call their function.
+export, ``from_rank0`` and ``on_all_ranks`` only call their function, and ``from_all_ranks`` returns its one value.
 """
 
 from __future__ import annotations
@@ -61,13 +61,21 @@ def on_all_ranks(function: Callable[[], T]) -> T:
         result = function()
     except ConfigError as error:
         problem = str(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
+    problems = from_all_ranks(problem)
     for rank, text in enumerate(problems):
         if text is not None:
             same_everywhere = all(other == text for other in problems)
             raise ConfigError(text if same_everywhere else f"rank {rank}: {text}")
     return result  # type: ignore[return-value]
+
+
+def from_all_ranks(value: T) -> list[T]:
+    """Gathers a small value of each rank, such as a text or None; returns all of them, by rank, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def wait_for_all() -> None:

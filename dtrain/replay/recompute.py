@@ -203,6 +203,7 @@ def _restore(state: TrainState, run: RecordedRun, step: int) -> None:
     loaded: list[Checkpoint] = []
 
     def verified() -> bool:
+        """Collective. Whether the checkpoint is whole."""
         with suppress(BadCheckpoint, OSError):
             run.checkpoints.verify(step)
             return True
@@ -222,7 +223,7 @@ def _restore(state: TrainState, run: RecordedRun, step: int) -> None:
         dist.all_gather_object(can, on_all_ranks(attempt))
         return all(can)
 
-    if not (from_rank0(verified) and all_can(lambda: loaded.append(run.checkpoints.load(step)))):
+    if not (verified() and all_can(lambda: loaded.append(run.checkpoints.load(step)))):
         raise CheckpointGone(step)
     build_rest(state, loaded[0])
     if not all_can(lambda: state.restore(loaded[0])) or state.step.step != step:

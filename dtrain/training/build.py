@@ -43,6 +43,7 @@ from dtrain.training.checkpoint.resume import load_rest
 from dtrain.training.checkpoint.state import TrainState, load_weights
 from dtrain.training.checks import check_initialised
 from dtrain.training.schedule import Lengths, schedule_horizon
+from dtrain.training.setup.compile_cache import CompileCache
 from dtrain.training.setup.ema import Ema
 from dtrain.training.setup.freeze import Frozen, freeze
 from dtrain.training.setup.loaders import (
@@ -164,6 +165,7 @@ def build_run(
         class_names=names,
         code=code_commits() if world.rank == 0 else {},  # runs git: once at the start, not during each save
         build_schedule=(lambda: schedule_of(cfg, train_data)) if own_schedule else None,
+        compile_cache=CompileCache.from_config(cfg, model, task, world) if prepared else None,
     )
     return run, warnings
 

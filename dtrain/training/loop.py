@@ -213,10 +213,18 @@ class Loop:
         if step.step == self._first_step + 1:
             # The first step of a start loads kernels and compiles; later ones may take less time.
             set_timeout(run.cfg.parallel.timeout_step)
+        if step.step == min(self._first_step + 2, self._last_step):
+            self._save_compiled()  # DDP compiles again in the second step, after it has rebuilt its buckets
         if self._settles_at_once:
             self._settle()
             self._settles_at_once = False
         return epoch_ended
+
+    def _save_compiled(self) -> None:
+        """On ranks that save what was compiled: gives it to later starts."""
+        if self._run.compile_cache is not None:
+            for line in self._run.compile_cache.save():
+                self._run_logger.note(line)
 
     def _begin_again(self) -> None:
         """Collective. Moves back to before the step that ran out of memory, with smaller micro-batches."""
@@ -463,6 +471,8 @@ class Loop:
                 return None
             totals.evaluation_due = False
             totals.evaluations += 1
+            if self._evaluated_step < 0:
+                self._save_compiled()  # in evaluation mode the graphs are different ones
             metrics = result.record()
             self._evaluated, self._evaluated_step = metrics, run.step.step
             record = self._position() | metrics

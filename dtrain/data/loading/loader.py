@@ -63,9 +63,10 @@ class ShardLoader:
         seed: Seed of the order and of every augmentation.
         shuffle: ``"window"`` (shards permuted, samples permuted within shuffle windows), ``"full"`` or ``"none"``.
         lanes: Contiguous pieces of the epoch that a step draws from; a divisor of ``global_batch_size``. None: the
-            largest one up to 64; with shuffle ``"none"`` one, which is the stored order. There, several lanes let each
-            rank open only its share of the shards, as in evaluation. With ``"full"`` there is always one. In a mixture
-            any number, and None is 64.
+            largest one up to 64, or up to ``world_size`` if that is larger; with shuffle ``"none"`` one, which is the
+            stored order. There, several lanes let each rank open only its share of the shards, as in evaluation. With
+            ``"full"`` there is always one. In a mixture any number, and None is 64, or ``world_size``. A loaded state
+            keeps its own default.
         window: Shards in a shuffle window. None: 8.
         tail: ``"pad"`` masks the missing rows of the last step; ``"drop"`` leaves out samples that do not fill a step. In a
             mixture every step is full.
@@ -160,7 +161,13 @@ class ShardLoader:
         if isinstance(self.source, MixtureSource) and mix is not None:
             self.source.check_mix(mix)
         self._new_position = partial(
-            _position, recipe=recipe, batch=global_batch_size, lanes=lanes, window=window, growth=growth
+            _position,
+            recipe=recipe,
+            batch=global_batch_size,
+            lanes=lanes,
+            window=window,
+            ranks=world_size,
+            growth=growth,
         )
         self._position = self._new_position(self.source)
         self.steps_per_epoch = self._position.steps_per_epoch
@@ -527,11 +534,11 @@ class _EpochIterator(Iterator[Batch]):
 
 
 def _position(
-    source: Source, *, recipe: Recipe, batch: int, lanes: int | None, window: int | None, growth: Growth
+    source: Source, *, recipe: Recipe, batch: int, lanes: int | None, window: int | None, ranks: int, growth: Growth
 ) -> Position | MixturePosition:
     """The position at the start of a source."""
     if isinstance(source, MixtureSource):
-        return source.position(recipe, batch, lanes, default_window=window is None, growth=growth)
-    layout = Layout(batch, choose_lanes(batch, lanes, recipe.shuffle))
+        return source.position(recipe, batch, lanes, default_window=window is None, ranks=ranks, growth=growth)
+    layout = Layout(batch, choose_lanes(batch, lanes, recipe.shuffle, ranks))
     defaults = {"default_window": window is None, "default_lanes": lanes is None}
     return Position(source.index, recipe, layout, **defaults, growth=growth)

@@ -32,7 +32,8 @@ import numpy as np
 from dtrain.data.order.cut import Cut
 from dtrain.data.order.lines import CutLines, Lines, Recipe
 
-_MOST_DEFAULT_LANES = 64
+#: Default number of lanes, unless the global batch size or the number of ranks needs a different one.
+DEFAULT_LANES = 64
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,18 @@ class Layout:
     shards: int | None = None
 
 
-def choose_lanes(global_batch_size: int, lanes: int | None, shuffle: str) -> int:
-    """The number of lanes: ``lanes``, or by default the largest divisor of the global batch size up to 64.
+def default_lanes(ranks: int) -> int:
+    """The most lanes of a run that does not set them: 64, or the number of ranks if that is larger.
+
+    A rank opens the shards of its lanes. Several ranks of one lane each open all of its shards, of which each reads only a
+    part of the samples. With as many lanes as ranks, each opens its share. More lanes would only let few ranks have more
+    shards in use. The order depends on it, so a run keeps the number with which it began, on any ranks.
+    """
+    return max(DEFAULT_LANES, ranks)
+
+
+def choose_lanes(global_batch_size: int, lanes: int | None, shuffle: str, ranks: int = 1) -> int:
+    """The number of lanes: ``lanes``, or by default the largest divisor of the global batch size up to 64, or up to ``ranks``.
 
     With ``"none"`` the default is one lane: the stored order. A full shuffle always has one.
 
@@ -63,11 +74,11 @@ def choose_lanes(global_batch_size: int, lanes: int | None, shuffle: str) -> int
     if shuffle == "full" or (shuffle == "none" and lanes is None):
         return 1
     if lanes is None:
-        return max(k for k in range(1, _MOST_DEFAULT_LANES + 1) if global_batch_size % k == 0)
+        return max(k for k in range(1, default_lanes(ranks) + 1) if global_batch_size % k == 0)
     if lanes < 1 or global_batch_size % lanes:
         raise ValueError(
             f"data.lanes: got {lanes}, which does not divide the global batch size {global_batch_size}; every lane provides an "
-            f"equal share of each step. Set data.lanes=null to get {choose_lanes(global_batch_size, None, shuffle)}."
+            f"equal share of each step. Set data.lanes={choose_lanes(global_batch_size, None, shuffle)}, or null."
         )
     return lanes
 

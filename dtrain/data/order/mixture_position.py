@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.data.order.epoch_order import Layout
+from dtrain.data.order.epoch_order import Layout, default_lanes
 from dtrain.data.order.growth import Growth
 from dtrain.data.order.index import Index
 from dtrain.data.order.lines import Recipe
@@ -26,8 +26,6 @@ from dtrain.data.order.mixture_order import MOST_OFF, Deal, MixtureOrder, Schedu
 from dtrain.data.order.position import Uses
 from dtrain.data.order.run_shards import RunShards
 
-#: Lanes of each source, if ``lanes`` is not given. They need not divide the global batch size.
-DEFAULT_LANES = 64
 _VERSION = 1
 
 
@@ -77,8 +75,9 @@ class MixturePosition:
         plan: Global batch size and weights.
         recipe: Seed, shuffle and window.
         seeds: Seed of each source.
-        lanes: Lanes of each source; None: the default.
+        lanes: Lanes of each source, which need not divide the global batch size; None: 64, or ``ranks`` if that is larger.
         default_window: True if the recipe's shuffle window is a default; a loaded state then keeps its own.
+        ranks: Number of ranks, for the default number of lanes; a loaded state keeps its own.
         growth: What may have changed in the data of a loaded state.
         as_recorded: See ``RunShards``.
 
@@ -101,18 +100,19 @@ class MixturePosition:
         *,
         lanes: int | None = None,
         default_window: bool = False,
+        ranks: int = 1,
         growth: Growth = Growth(),  # noqa: B008 - frozen
         as_recorded: bool = False,
     ) -> None:
         if lanes is not None and lanes < 1:
-            raise ValueError(f"data.lanes: got {lanes}, want at least 1, or null for {DEFAULT_LANES}.")
+            raise ValueError(f"data.lanes: got {lanes}, want at least 1, or null for {default_lanes(ranks)}.")
         self._names, self._indexes, self._plan, self._seeds = tuple(names), tuple(indexes), plan, tuple(seeds)
         self._default_window, self._default_lanes = default_window, lanes is None
         self._numbers = np.cumsum([0, *(index.num_samples for index in indexes)])[:-1]  # first sample of each source
         self._shards = [RunShards(index, growth, as_recorded=as_recorded) for index in indexes]
         self._grow = growth.when
         self._epochs = [Epochs()] * len(indexes)
-        self._use(recipe, lanes or DEFAULT_LANES)
+        self._use(recipe, lanes or default_lanes(ranks))
         self._begin_deal(self._zero)
         self.begin(0)
         self.steps_per_epoch = self.order.num_steps

@@ -28,7 +28,6 @@ import mmap
 import os
 import re
 import shutil
-import stat
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -51,7 +50,7 @@ from dtrain.data.shards.shard_file import (
     stamp_of,
 )
 from dtrain.errors import Explained
-from dtrain.files import cache_dir
+from dtrain.files import cache_dir, is_own, is_own_file, own_folder
 
 # Larger reads are no faster on network file systems and object stores.
 _PIECE = 8 << 20
@@ -131,12 +130,8 @@ class NodeCache:
     """
 
     def __init__(self, folder: Path, max_bytes: int | None) -> None:
-        try:
-            is_own = _is_own(os.stat(folder))
-        except OSError:
-            is_own = True  # it is created
-        self.folder = folder if is_own else folder / f"dtrain-{os.geteuid()}"
-        self._follow = 0 if is_own else os.O_NOFOLLOW  # a link that others may have made
+        self.folder = own_folder(folder)
+        self._follow = 0 if self.folder == folder else os.O_NOFOLLOW  # a link that others may have made
         self._max_bytes = max_bytes
 
     @property
@@ -338,7 +333,7 @@ class NodeCache:
             try:
                 folder = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | self._follow)
                 stack.callback(os.close, folder)
-                if not _is_own(os.fstat(folder)):
+                if not is_own(os.fstat(folder)):
                     raise PermissionError(errno.EPERM, "others may write it, so its copies may be theirs")
                 stack.enter_context(_locked(folder, operation))
             except OSError as error:  # some network file systems have no locks
@@ -458,11 +453,6 @@ def _on_disk(size: int) -> int:
     return -(-size // _BLOCK) * _BLOCK
 
 
-def _is_own(status: os.stat_result) -> bool:
-    """Whether nobody but this user, and root, may write a file or folder."""
-    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-
-
 def _open(path: Path, flags: int) -> BinaryIO:
     """Opens a file of the cache. Anything else in its place is removed, and neither followed, waited for nor written.
 
@@ -473,18 +463,13 @@ def _open(path: Path, flags: int) -> BinaryIO:
     # A link raises an error, and a pipe does not wait for its other end.
     safe = flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with suppress(OSError):
-        if not _is_cached(os.lstat(path)):
+        if not is_own_file(os.lstat(path)):
             path.unlink()
     descriptor = os.open(path, safe, 0o600)
-    if not _is_cached(os.fstat(descriptor)):
+    if not is_own_file(os.fstat(descriptor)):
         os.close(descriptor)
         raise PermissionError(errno.EPERM, "it is not a regular file of this user", str(path))
     return open(descriptor, "rb" if flags == os.O_RDONLY else "r+b", buffering=0)
-
-
-def _is_cached(status: os.stat_result) -> bool:
-    # A file with two names may be another file of this user, which must not be written.
-    return stat.S_ISREG(status.st_mode) and _is_own(status) and status.st_nlink <= 1
 
 
 @contextmanager

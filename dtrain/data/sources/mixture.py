@@ -414,11 +414,12 @@ class MixtureSource(Source):
         lanes: int | None,
         *,
         default_window: bool,
+        ranks: int,
         growth: Growth = Growth(),  # noqa: B008 - frozen
     ) -> MixturePosition | Position:
         """The position at the start."""
         if self._deal is None:
-            lanes = choose_lanes(global_batch_size, lanes, recipe.shuffle)
+            lanes = choose_lanes(global_batch_size, lanes, recipe.shuffle, ranks)
             return _SetsPosition(self, recipe, Layout(global_batch_size, lanes))
         weights, epoch_of = self._deal
         return MixturePosition(
@@ -429,6 +430,7 @@ class MixtureSource(Source):
             self.seeds(recipe.seed),
             lanes=1 if recipe.shuffle == "full" or (recipe.shuffle == "none" and lanes is None) else lanes,
             default_window=default_window,
+            ranks=ranks,
             growth=growth,
         )
 

@@ -55,7 +55,8 @@ _BLOCK_BYTES = 1 << 17
 _COPIED = 1 << 14
 # Reading the headers between adjacent members is cheaper than another read.
 _MAX_GAP = 8192
-# One process reads at most 64 lanes x 8 shards in a shuffle window with the default settings.
+# One process reads at most 64 lanes x 8 shards in a shuffle window with the default settings, in a run that began on at most 64
+# ranks.
 _MAX_OPEN = 512
 # Twice that: the current shards, and those after them.
 _PREFETCH_SHARDS = 2 * _MAX_OPEN

@@ -13,12 +13,11 @@
   come from another user.
 
 Rank 0 writes, and chooses the checkpoint to read. Every rank reads it. Of a sharded checkpoint each rank writes its own file,
-into the folder that rank 0 has staged and renames.
+into the folder that rank 0 has staged and renames, and the ranks divide its verification among them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import math
@@ -27,7 +26,6 @@ import re
 import socket
 import uuid
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,9 +35,18 @@ from torch import Tensor
 
 from dtrain.config.directions import require_direction
 from dtrain.config.schema import CheckpointConfig
+from dtrain.distributed.collectives import from_rank0
 from dtrain.distributed.world import World
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, as_config_error
 from dtrain.files import fsync_path, open_regular, remove, replace_file, replace_folder, restore_replaced
+from dtrain.training.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    compare,
+    first_damaged,
+    read_manifest,
+    size_and_hash,
+)
 from dtrain.training.checkpoint.rest import Rest
 from dtrain.training.checkpoint.tensors import (
     Part,
@@ -53,8 +60,6 @@ from dtrain.training.checkpoint.tensors import (
 
 _FORMAT, _SHARDED_FORMAT = 1, 2
 _SAVED = "saved.json"
-_MOST_MANIFEST = 2**20  # bytes; a manifest has a few hundred, and 150 for each rank of a sharded run
-_HASHING_THREADS = 8
 # The second after a kill between the two renames of a save.
 _NAME = re.compile(r"(?:step-(\d{9})|\.step-(\d{9})\.replaced)$")
 logger = logging.getLogger("dtrain")
@@ -146,28 +151,39 @@ class Checkpoints:
             raise ConfigError(f"run.resume: got {mode!r}, want auto, must or never.")
 
     def choose(self, which: str) -> int:
-        """The step of a checkpoint, chosen by name and verified.
+        """Collective. The step of a checkpoint, chosen by name and verified.
 
         Args:
             which: ``best``, ``latest``, a step; or ``""``: the best if the run keeps one, else the latest.
 
         Raises:
-            ConfigError: If there is no such checkpoint, or it is broken; names the existing ones.
+            ConfigError: On every rank, if there is no such checkpoint, or it is broken; names the existing ones.
         """
-        steps = self.steps()
-        step = int(which) if which.isdecimal() else self.best_step() if which in ("", "best") else None
+
+        def named() -> list[Any]:
+            with as_config_error("run.dir"):
+                steps = self.steps()
+                step = int(which) if which.isdecimal() else self.best_step() if which in ("", "best") else None
+            return [steps, step]
+
+        steps, step = from_rank0(named)
         if which == "latest" or (which == "" and step is None):
             step, problems = self.newest_good()
-            for problem in problems:
-                logger.warning("skipped a broken checkpoint: %s", problem)
+
+            def warn() -> None:
+                for problem in problems:
+                    logger.warning("skipped a broken checkpoint: %s", problem)
+
+            from_rank0(warn)
+        elif step in steps:
+            self.verify(step)
         if step not in steps:
             raise ConfigError(
                 f"checkpoint={which or 'latest'}: {self.directory} has "
                 + (f"steps {', '.join(map(str, steps))}" if steps else "none")
                 + ". Name one of them, or latest; best needs checkpoint.best=METRIC in the run's config."
             )
-        self.verify(step)
-        return step
+        return int(step)
 
     def steps(self) -> list[int]:
         """Steps of the existing checkpoints, oldest first; not verified."""
@@ -237,7 +253,7 @@ class Checkpoints:
         path = staged / rank_file(world.rank, world.size)
         write_parts(path, checkpoint.tensors)  # type: ignore[arg-type]
         fsync_path(path)  # on the machine that wrote it: rank 0 cannot sync another machine's cached writes
-        return _size_and_hash(path)
+        return size_and_hash(path)
 
     def complete(self, step: int, staged: Path, checkpoint: Checkpoint, entries: Sequence[dict[str, Any]]) -> Path:
         """On rank 0: makes a checkpoint of the files of all ranks; otherwise as ``save``.
@@ -297,21 +313,29 @@ class Checkpoints:
         return step if isinstance(step, int) else None
 
     def verify(self, step: int) -> None:
-        """Compares a checkpoint's files with its manifest, and its step with its name.
+        """Collective. Compares a checkpoint's files with its manifest, and its step with its name.
 
         Raises:
-            BadCheckpoint: If one is missing or differs; names it.
+            BadCheckpoint: On every rank, if one is missing or differs; names it.
         """
-        verify_folder(self.path(step))
+        verify_folder(Path(from_rank0(lambda: str(self.path(step)))))
 
     def newest_good(self) -> tuple[int | None, list[str]]:
-        """Finds the newest whole checkpoint.
+        """Collective. Finds the newest whole checkpoint.
 
         Returns:
             Its step, or None if there is none, and a line for each newer one that is broken.
+
+        Raises:
+            ConfigError: On every rank, if the directory cannot be read.
         """
+
+        def existing() -> list[int]:
+            with as_config_error("run.dir"):
+                return self.steps()
+
         problems = []
-        for step in reversed(self.steps()):
+        for step in reversed(from_rank0(existing)):
             try:
                 self.verify(step)
             except BadCheckpoint as error:
@@ -321,7 +345,7 @@ class Checkpoints:
         return None, problems
 
     def load(self, step: int) -> Checkpoint:
-        """Reads a checkpoint without verifying checksums; call ``verify`` on one rank before.
+        """Reads a checkpoint without verifying checksums; call ``verify`` before.
 
         Raises:
             BadCheckpoint: If it cannot be read or has an unknown format.
@@ -377,32 +401,21 @@ class Checkpoints:
 
 
 def verify_folder(folder: Path) -> None:
-    """Compares the size and SHA-256 of each file of a checkpoint with its manifest, and its content with its name.
+    """Collective. Compares the size and SHA-256 of each file of a checkpoint with its manifest, and its content with its name.
+
+    Rank 0 reads the manifest and ``state.json``. The ranks divide the other files of a sharded checkpoint among them.
 
     Raises:
-        BadCheckpoint: If a file is missing or differs, names it; or if the folder was saved as a different step.
+        BadCheckpoint: On every rank, if a file is missing or differs, names it; or if the folder was saved as a different step.
+        ConfigError: On every rank, if the checkpoint is sharded and a machine does not see it.
     """
-    manifest = _manifest(folder)
-
-    def problem(name: str) -> BadCheckpoint | None:
-        try:
-            _compare(folder / name, manifest[name])
-        except (OSError, ValueError) as error:
-            return BadCheckpoint(f"{folder}: {name} {error}")
-        return None
-
-    # hashlib releases the interpreter lock, so the files of many ranks are read in parallel.
-    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
-        for bad in threads.map(problem, manifest):
-            if bad is not None:
-                raise bad from bad.__cause__
-    state = _state(folder)
-    for name in _tensor_files(folder, state):
-        if name not in manifest:
-            raise BadCheckpoint(f"{folder}: manifest.json lacks {name}, which was saved with this checkpoint")
-    step, saved = _step_of(folder), state.get("step")
-    if None not in (step, saved) and step != saved:
-        raise BadCheckpoint(f"{folder} has the checkpoint of step {saved}. Delete it, or rename it to step-{saved:09d}")
+    listed = from_rank0(lambda: _listed(folder))
+    problem = listed["problem"]
+    if problem is None:
+        damaged = first_damaged(folder, listed["files"], divided=listed["sharded"])
+        problem = f"{folder}: {damaged}" if damaged is not None else None
+    if problem is not None:
+        raise BadCheckpoint(problem)
 
 
 def read_folder(folder: Path) -> Checkpoint:
@@ -449,8 +462,30 @@ def _write_state(
     (staged / "state.json").write_text(json.dumps({"format": version, **checkpoint.state, **content}, indent=1))
     known = files or {}
     others = sorted(path for path in staged.iterdir() if path.name not in known)
-    manifest = {**known, **{path.name: _size_and_hash(path) for path in others}}
-    (staged / "manifest.json").write_text(json.dumps(manifest, indent=1))
+    manifest = {**known, **{path.name: size_and_hash(path) for path in others}}
+    (staged / MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+
+def _listed(folder: Path) -> dict[str, Any]:
+    """Verifies the manifest, the state and the name of a checkpoint: the problem with them, else the files that are left."""
+    try:
+        files = _manifest(folder)
+        try:
+            compare(folder / "state.json", files.pop("state.json"))
+        except (OSError, ValueError) as error:
+            raise BadCheckpoint(f"{folder}: state.json {error}") from error
+        state = _state(folder)
+        for name in _tensor_files(folder, state):
+            if name not in files:
+                raise BadCheckpoint(f"{folder}: {MANIFEST} lacks {name}, which was saved with this checkpoint")
+        step, saved = _step_of(folder), state.get("step")
+        if None not in (step, saved) and step != saved:
+            raise BadCheckpoint(
+                f"{folder} has the checkpoint of step {saved}. Delete it, or rename it to step-{saved:09d}"
+            )
+    except BadCheckpoint as error:
+        return {"problem": str(error)}
+    return {"problem": None, "files": files, "sharded": state.get("format") == _SHARDED_FORMAT}
 
 
 def _tensor_files(folder: Path, state: Mapping[str, Any]) -> list[str]:
@@ -468,24 +503,18 @@ def _saved_metrics(folder: Path) -> Mapping[str, float]:
     path = folder / "state.json"
     try:
         # Verified, since one flipped digit could make a "best" checkpoint that no later one ever surpasses.
-        _compare(path, _manifest(folder)[path.name])
+        compare(path, _manifest(folder)[path.name])
         metrics: Mapping[str, float] = _state(folder)["metrics"]
     except (OSError, ValueError, KeyError):
         return {}
     return metrics
 
 
-def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
+def _manifest(folder: Path) -> Manifest:
     try:
-        manifest = _read_json(folder / "manifest.json", _MOST_MANIFEST)
-        if not isinstance(manifest, dict) or "state.json" not in manifest:
-            raise ValueError("it lists no state.json")
-        for name, expected in manifest.items():
-            if Path(name).name != name or not isinstance(expected, dict) or set(expected) != {"size", "sha256"}:
-                raise ValueError(f"it lists {name!r} as {expected!r}, want the name, size and sha256 of a file")
+        return read_manifest(folder)
     except (OSError, ValueError) as error:
-        raise BadCheckpoint(f"{folder}: manifest.json cannot be read ({error})") from error
-    return manifest
+        raise BadCheckpoint(f"{folder}: {MANIFEST} cannot be read ({error})") from error
 
 
 def _state(folder: Path) -> dict[str, Any]:
@@ -498,15 +527,13 @@ def _state(folder: Path) -> dict[str, Any]:
     return state
 
 
-def _read_json(path: Path, most: int | None = None) -> Any:
-    """The content of a JSON file of at most ``most`` bytes.
+def _read_json(path: Path) -> Any:
+    """The content of a JSON file.
 
     Raises:
-        OSError, ValueError: If it cannot be read, is larger, or is not JSON.
+        OSError, ValueError: If it cannot be read or is not JSON.
     """
     with open_regular(path) as file:
-        if most is not None and os.fstat(file.fileno()).st_size > most:
-            raise ValueError(f"it has more than {most:,} bytes")
         try:
             return json.loads(file.read())
         except RecursionError as error:
@@ -517,22 +544,3 @@ def _step_of(folder: Path) -> int | None:
     """The step in the name of a checkpoint's folder; None if it is not such a name."""
     match = _NAME.match(folder.name)
     return int(match[1] or match[2]) if match else None
-
-
-def _compare(path: Path, expected: Mapping[str, Any]) -> None:
-    """Raises a ``ValueError`` if a file's size or content differs from the manifest."""
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-    if size != expected["size"]:  # before reading it, which would take long for a file of any size
-        raise ValueError(f"has {size} bytes, the manifest says {expected['size']}")
-    if (found := _size_and_hash(path)) != expected:
-        short = [str(entry["sha256"])[:12] for entry in (found, expected)]
-        raise ValueError(f"has changed since it was saved: SHA-256 {short[0]}..., the manifest says {short[1]}...")
-
-
-def _size_and_hash(path: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
-    with open_regular(path) as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-        return {"size": file.tell(), "sha256": digest.hexdigest()}

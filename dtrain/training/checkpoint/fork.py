@@ -66,14 +66,19 @@ class Fork:
         return self.step > 0 and self.data == _KEEP
 
     def require(self, optimizer: Any) -> None:
-        """On rank 0: refuses a fork that is impossible, before anything is built.
+        """Collective. Refuses a fork that is impossible, before anything is built.
 
         Args:
             optimizer: The config node ``optimizer`` of the new run.
 
         Raises:
-            ConfigError: If DIR has no such checkpoint, or the classes of the optimizers differ.
+            ConfigError: On every rank, if DIR has no such checkpoint, or the classes of the optimizers differ.
         """
+        from_rank0(lambda: self._require(optimizer))
+        if self.step:
+            self._checkpoints.verify(self.step)
+
+    def _require(self, optimizer: Any) -> None:
         directory = Path(self.dir)
         if not (directory / "config.yaml").is_file():
             raise ConfigError(f"run.fork: {directory} is not a run directory (it has no config.yaml).")
@@ -91,8 +96,6 @@ class Fork:
                 f"run.fork: {directory} has no checkpoint of step {self.step}, but of {', '.join(map(str, steps)) or 'none'}. "
                 "Name one of them, or 0 for the initial state."
             )
-        if self.step:
-            self._checkpoints.verify(self.step)
         with as_config_error(f"run.fork: {directory / 'config.yaml'} cannot be read"):
             saved = parse_yaml(read_bounded(directory / "config.yaml"))
         theirs = (saved.get("optimizer") or {}).get("_target_") if isinstance(saved, Mapping) else None
@@ -150,5 +153,5 @@ def fork_of(run: RunConfig, optimizer: Any) -> Fork | None:
     """
     fork = Fork.parse(run)
     if fork is not None:
-        from_rank0(lambda: fork.require(optimizer))
+        fork.require(optimizer)
     return fork if fork is not None and fork.step else None

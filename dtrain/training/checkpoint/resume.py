@@ -39,6 +39,7 @@ from dtrain.runs.run_dir import move_records_aside, status_or_none
 from dtrain.runs.run_spec import RunSpec
 from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints, read_folder, verify_folder
 from dtrain.training.checkpoint.fork import Fork, fork_of
+from dtrain.training.checkpoint.manifest import MANIFEST
 from dtrain.training.checkpoint.rest import BuiltRest, Rest, source_of_rest
 from dtrain.training.checkpoint.state import TrainState, copy_into, weight_problems
 from dtrain.training.checkpoint.tensors import StoredTensor, read_whole
@@ -78,12 +79,18 @@ class EarlierStarts:
         if mode == "never" and any(os.environ.get(name) not in (None, "", "0") for name in _AUTOMATIC_STARTS):
             mode = "auto"  # it is about the first start of a job; its restarts continue the new run
 
+        checkpoints = Checkpoints.from_config(spec.dir, cfg.checkpoint)
+
+        def changed() -> list[str]:
+            with as_config_error("run.dir"):
+                return list(spec.changes())
+
+        changes = from_rank0(changed)
+        step, broken = checkpoints.newest_good()
+
         def read() -> dict[str, Any]:
             problems: list[str] = []
             with as_config_error("run.dir"):
-                changes = spec.changes()
-                checkpoints = Checkpoints.from_config(spec.dir, cfg.checkpoint)
-                step, broken = checkpoints.newest_good()
                 status = status_or_none(spec.dir, problems)
                 progress = [*(f"broken checkpoint: {line}" for line in broken), *_progress(spec.dir, status)]
             if mode == "never":
@@ -342,7 +349,7 @@ def starting_weights(run: RunConfig, model: nn.Module) -> StartingWeights | None
     """
     warm = run.warm_start
     if run.weights_from is not None and warm.path is not None:
-        if not on_all_ranks(lambda: _lacks_parameters(Path(str(run.weights_from)).expanduser())):
+        if not _lacks_parameters(Path(str(run.weights_from)).expanduser()):
             raise ConfigError(
                 "run.weights_from and run.warm_start.path are both set. Keep one of them: run.weights_from has all parameters, "
                 "unless it is a run with checkpoint.only_trained=true."
@@ -358,7 +365,7 @@ def starting_weights(run: RunConfig, model: nn.Module) -> StartingWeights | None
     if is_hub_url(path):
         file = _download(HubModel.parse(key, path))
     else:
-        file = Path(from_rank0(lambda: str(_find(key, Path(path).expanduser()))))
+        file = _find(key, Path(path).expanduser())
     source = path if is_hub_url(path) else str(file)
     return on_all_ranks(lambda: _fitted(key, file, source, model, warm))
 
@@ -371,31 +378,40 @@ def _download(model: HubModel) -> Path:
 
 
 def _find(key: str, path: Path) -> Path:
-    """The verified checkpoint folder of a path; or the file itself; or the weights file of an artefact."""
-    if path.is_file():
-        return path
-    if (path / DESCRIPTION).is_file() and (path / WEIGHTS).is_file():
-        return path / WEIGHTS
-    folder = path
-    if (path / "checkpoints").is_dir():
-        checkpoints = Checkpoints(path / "checkpoints")
-        folder = checkpoints.path(checkpoints.choose("latest"))
-    elif (path / "manifest.json").is_file():
-        verify_folder(path)
-    elif not path.exists():
-        raise ConfigError(f"{key}: {path} does not exist (looked in {path.absolute().parent}).")
-    else:
+    """Collective. The verified checkpoint folder of a path; or the file itself; or the weights file of an artefact."""
+
+    def look() -> list[str]:
+        if path.is_file():
+            return ["file", str(path)]
+        if (path / DESCRIPTION).is_file() and (path / WEIGHTS).is_file():
+            return ["file", str(path / WEIGHTS)]
+        if (path / "checkpoints").is_dir():
+            return ["run", str(path / "checkpoints")]
+        if (path / MANIFEST).is_file():
+            return ["checkpoint", str(path)]
+        if not path.exists():
+            raise ConfigError(f"{key}: {path} does not exist (looked in {path.absolute().parent}).")
         raise ConfigError(
             f"{key}: {path} is no run directory, no checkpoint (checkpoints/step-000000050), no artefact with {WEIGHTS}, no "
             ".safetensors file, and no model of the hub (hf://ORGANISATION/NAME)."
         )
-    return folder
+
+    kind, found = from_rank0(look)
+    if kind == "run":
+        checkpoints = Checkpoints(Path(found))
+        step = checkpoints.choose("latest")
+        return Path(from_rank0(lambda: str(checkpoints.path(step))))
+    if kind == "checkpoint":
+        verify_folder(Path(found))
+    return Path(found)
 
 
 def _lacks_parameters(path: Path) -> bool:
-    """Whether a path is of a run or checkpoint with ``checkpoint.only_trained``."""
-    folder = _find("run.weights_from", path) if path.is_dir() else path
-    return folder.is_dir() and read_folder(folder).rest is not None
+    """Collective. Whether a path is of a run or checkpoint with ``checkpoint.only_trained``."""
+    if not from_rank0(path.is_dir):
+        return False
+    folder = _find("run.weights_from", path)
+    return bool(from_rank0(lambda: folder.is_dir() and read_folder(folder).rest is not None))
 
 
 def _fitted(key: str, path: Path, source: str, model: nn.Module, warm: WarmStartConfig) -> StartingWeights:

@@ -37,6 +37,7 @@ from dtrain.training.checkpoint.optimizer_state import changed_groups, group_val
 from dtrain.training.checkpoint.rest import BuiltRest, Rest
 from dtrain.training.checkpoint.tensors import Part, StoredTensor, written_by
 from dtrain.training.schedule import last_step
+from dtrain.training.setup.compile_cache import CompileCache
 from dtrain.training.setup.ema import Ema
 from dtrain.training.step import TrainStep
 from dtrain.training.task import Task
@@ -76,6 +77,7 @@ class TrainState:
         rest: The parameters that are never trained, as this start has built them; set by ``resume.build_rest``, and None if
             neither the run's checkpoints nor the one to restore lack them.
         ended_early: The reason given to ``end_early``; None without.
+        compile_cache: Artefacts of ``train.compile``; None if nothing is compiled.
     """
 
     cfg: Config
@@ -94,6 +96,7 @@ class TrainState:
     media_sink: Callable[[int, str, bytes | str], None] = field(default=lambda step, name, content: None, init=False)
     rest: BuiltRest | None = field(default=None, init=False)
     ended_early: str | None = field(default=None, init=False)
+    compile_cache: CompileCache | None = None
 
     def __post_init__(self) -> None:
         self._initial_groups = group_values(self.optimizer)  # before the optimizer changes them

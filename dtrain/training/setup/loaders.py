@@ -112,7 +112,7 @@ def eval_loader(
     """
     if not cfg.data.eval:
         return None
-    lanes = None if in_stored_order else choose_lanes(max(cfg.train.global_batch_size, 1), None, "window")
+    lanes = None if in_stored_order else choose_lanes(max(cfg.train.global_batch_size, 1), None, "window", world.size)
     return _loader(cfg, world, precision, "eval", also_bad, shuffle="none", lanes=lanes, fills_cache=fills_cache)
 
 

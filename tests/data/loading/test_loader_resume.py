@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.data import Batch, ShardLoader
+from dtrain.data import Batch, Mixture, ShardLoader
 from tests.refusals import refused
 from tests.shards import (
     IMAGE,
@@ -230,3 +230,57 @@ def test_a_data_set_packed_again_in_another_order_is_refused(tmp_path: Path) -> 
 def test_moved_shards_are_the_same_data_set(tmp_path: Path, uneven: list[str]) -> None:
     moved = write_numbered(tmp_path / "elsewhere", UNEVEN)
     make_loader(moved).load_state_dict(make_loader(uneven).state_dict())
+
+
+MANY = 96  # ranks, more than the 64 lanes of a run on fewer
+
+
+def lanes_of(loader: ShardLoader) -> int:
+    """Lanes of the next epoch."""
+    return int(loader.segment()["settings"]["lanes"])
+
+
+@pytest.fixture
+def many_shards(tmp_path: Path) -> list[str]:
+    return write_numbered(tmp_path, [4] * (2 * MANY))
+
+
+def test_a_run_on_more_than_64_ranks_has_a_lane_for_each_and_a_rank_opens_only_its_shards(
+    many_shards: list[str],
+) -> None:
+    samples = {rank: [] for rank in (0, 41, MANY - 1)}
+    for rank, taken in samples.items():
+        loader = make_loader(many_shards, global_batch_size=2 * MANY, rank=rank, world_size=MANY, window=1)
+        assert lanes_of(loader) == MANY
+        taken += [label for step in read_epoch(loader) for batch in step for label in batch["label"].tolist()]
+    assert [len({label // 4 for label in taken}) for taken in samples.values()] == [2, 2, 2]
+    assert lanes_of(make_loader(many_shards, global_batch_size=2 * MANY, world_size=64)) == 64
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(("first", "then"), [(MANY, 2), (2, MANY)])
+def test_a_run_keeps_its_order_on_more_or_fewer_ranks(
+    many_shards: list[str], first: int, then: int, mixed: bool
+) -> None:
+    data: Any = Mixture({"a": many_shards[:MANY], "b": many_shards[MANY:]}) if mixed else many_shards
+
+    def started(ranks: int, state: dict[str, Any] | None = None) -> ShardLoader:
+        loader = make_loader(data, global_batch_size=2 * MANY, world_size=ranks)
+        if state is not None:
+            loader.load_state_dict(state)
+        return loader
+
+    def contents(loader: ShardLoader) -> list[list[list[int]]]:
+        """Epoch and sample of each row of the next global batches: the rest of the epoch, and a whole one."""
+        steps = loader.steps_left + loader.steps_per_epoch
+        return [[column.tolist() for column in loader._position.samples_of(step)] for step in range(steps)]
+
+    loader = started(first)
+    assert lanes_of(loader) == max(64, first)
+    next(iter(loader))
+    loader.commit()
+    state = json.loads(json.dumps(loader.state_dict()))
+    resumed = started(then, state)
+    assert lanes_of(resumed) == max(64, first)
+    assert contents(resumed) == contents(started(first, state)) == contents(loader)
+    assert contents(resumed) != contents(started(then))[1:]

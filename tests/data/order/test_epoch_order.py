@@ -271,7 +271,7 @@ def test_a_place_outside_the_epoch_is_an_error(step: int, slot: int) -> None:
         order.locate(step, np.array([slot]))
 
 
-def test_default_lanes_are_the_largest_divisor_up_to_64_and_only_windows_have_them() -> None:
+def test_default_lanes_are_the_largest_divisor_up_to_64_or_the_ranks_and_only_windows_have_them() -> None:
     assert [choose_lanes(batch, None, "window") for batch in (1, 7, 64, 96, 127, 128, 1000)] == [
         1,
         7,
@@ -283,6 +283,9 @@ def test_default_lanes_are_the_largest_divisor_up_to_64_and_only_windows_have_th
     ]
     assert choose_lanes(12, 3, "window") == choose_lanes(12, 3, "none") == 3
     assert choose_lanes(12, 3, "full") == choose_lanes(12, None, "none") == 1
+    for ranks, lanes in ((1, 64), (64, 64), (65, 64), (96, 64), (128, 128), (512, 512), (4096, 512)):
+        assert choose_lanes(512, None, "window", ranks) == lanes
+    assert choose_lanes(512, None, "none", 128) == choose_lanes(512, None, "full", 128) == 1
     for shuffle, lanes in itertools.product(("window", "none"), (0, -1, 5, 24)):
         with refused(ValueError, "data.lanes", lanes, "global batch size 12", "null"):
             choose_lanes(12, lanes, shuffle)
