@@ -78,7 +78,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids=" ".join,
 )
-@pytest.mark.parametrize("deterministic", ["true", "false"])
+@pytest.mark.parametrize("deterministic", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_the_result_is_that_of_a_run_with_enough_memory(
     tmp_path: Path, undisturbed: Path, at: tuple[str, ...], deterministic: str
 ) -> None:
@@ -101,7 +101,8 @@ UNITS = "parallel.shard_modules=['1','3','5']"
     [
         (("3:1:0:before",), "null"),
         (("3:1:0:after", "3:0:0:2"), "null"),  # both ranks
-        (("2:0:0:3", "4:1:1:1", "6:1:0:0"), "16"),  # in the backward; again with the smaller ones, and in the last step
+        # In the backward; again with the smaller ones, and in the last step.
+        pytest.param(("2:0:0:3", "4:1:1:1", "6:1:0:0"), "16", marks=pytest.mark.slow),
     ],
     ids=str,
 )
