@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dtrain.data.shards import shard_file
+from dtrain import urls
 from dtrain.data.shards.shard_file import RemoteFile, ShardChanged
 from tests.refusals import refused
 from tests.shards import make_loader, read_epoch, valid_keys
@@ -40,7 +40,7 @@ def client() -> Iterator[Any]:
 def bucket(client: Any, shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A client; the shards are in its bucket."""
     monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(shard_file, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(urls, "_FIRST_PAUSE", 0.01)
     client.create_bucket(Bucket="shards")
     for path in shards:
         client.upload_file(path, "shards", f"train/{Path(path).name}")
