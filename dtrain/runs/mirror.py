@@ -23,10 +23,11 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 from dtrain.errors import ConfigError
@@ -76,6 +77,41 @@ def check_url(url: str | None, seconds: float) -> None:
         )
     check_known(url)
     fsspec_file_system(url)
+
+
+@contextmanager
+def fetched_records(paths: Iterable[str]) -> Iterator[dict[Path, str]]:
+    """Run directories to read, with the records of mirrors in temporary folders, which the end of the block deletes.
+
+    Args:
+        paths: Directories, and URLs of mirrors or of folders that have mirrors.
+
+    Yields:
+        Directory to the directory or URL that it stands for, in the order of ``paths``.
+
+    Raises:
+        ValueError, OSError, ImportError: If a URL has no mirror with records, or cannot be read.
+    """
+    found: dict[Path, str] = {}
+    with TemporaryDirectory(prefix="dtrain-mirror-") as folder:
+        for path in paths:
+            if not is_url(path):
+                found[Path(path)] = path
+                continue
+            mirrors = Mirror(path).mirrors_below()
+            if not mirrors:
+                raise ValueError(
+                    f"{redacted(path)} is no mirror of a run (checkpoint.mirror), and has none directly below it."
+                )
+            for mirror in mirrors:
+                if (records := mirror.records()) is not None:
+                    target = Path(folder, str(len(found)), mirror.url.rpartition("/")[2])
+                    target.mkdir(parents=True)
+                    mirror.fetch_records(records, target)
+                    found[target] = str(mirror)
+                elif len(mirrors) == 1:
+                    raise ValueError(f"{mirror} has no records yet: its first checkpoint is still being uploaded.")
+        yield found
 
 
 @dataclass(frozen=True, order=True)

@@ -12,6 +12,7 @@ import pytest
 from dtrain import urls
 from dtrain.data.shards.shard_file import RemoteFile, ShardChanged
 from tests.refusals import refused
+from tests.s3_server import s3_server
 from tests.shards import make_loader, read_epoch, valid_keys
 
 pytestmark = pytest.mark.slow
@@ -19,21 +20,10 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
-    # Not at the top: every process of the default tests would load them.
-    pytest.importorskip("s3fs", reason="s3 needs s3fs: pip install 'dtrain[s3]'")
-    moto_server = pytest.importorskip("moto.server", reason="needs moto: pip install 'dtrain[dev]'")
-    import boto3
+    with s3_server():
+        import boto3
 
-    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        patch.setenv("AWS_ACCESS_KEY_ID", "key")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         yield boto3.client("s3")
-    server.stop()
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ import dtrain
 from dtrain.config.schema import Config
 from dtrain.distributed.collectives import from_rank0
 from dtrain.distributed.world import World
-from dtrain.errors import ConfigError, as_config_error, printable
+from dtrain.errors import ConfigError, as_config_error, printable, without_secrets_in
 from dtrain.files import link_or_copy, open_regular, remove, try_lock
 from dtrain.runs.mirror import Mirror, MirroredCheckpoint
 from dtrain.runs.mirror_uploads import Save, Task, read_known, write_known
@@ -43,6 +43,7 @@ from dtrain.runs.run_dir import move_records_aside
 from dtrain.runs.run_spec import CONFIG, OVERRIDES, RunSpec
 from dtrain.training.checkpoint.checkpoints import BadCheckpoint, Checkpoints, verify_folder
 from dtrain.training.checkpoint.state import TrainState
+from dtrain.urls import network_errors
 
 _RUN_FILES = (CONFIG, OVERRIDES, "status.json", "metrics.jsonl", "starts.jsonl", "checkpoints")
 _FOLDER = ".mirror"  # in the run directory: staged checkpoints
@@ -121,12 +122,14 @@ class RunMirror:
         has_run = not (self._dir / _MOVING).exists() and any((self._dir / name).exists() for name in _RUN_FILES)
         nothing = {"folder": str(self._dir), "notes": [], "moves_aside": False}
         with as_config_error("checkpoint.mirror"):
-            mirror = Mirror(self._url)
+            mirror = Mirror(self._url, retries=not has_run)  # a run that is here need not wait for the mirror
         try:
             whole = mirror.checkpoints()
-        except OSError as error:
+        except network_errors() as error:
             if has_run:
-                return nothing | {"notes": [f"checkpoint.mirror: {error} The run continues from {self._dir}."]}
+                reason = without_secrets_in(f"{type(error).__name__}: {error}")
+                note = f"checkpoint.mirror: {mirror} cannot be read ({reason}): the run continues from {self._dir}"
+                return nothing | {"notes": [note]}
             raise ConfigError(
                 f"checkpoint.mirror: {error}\n  {self._dir} has no run, so it is not known where the run is. Start again when "
                 "the mirror can be read, or without checkpoint.mirror for a new run."
