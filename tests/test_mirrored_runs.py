@@ -25,7 +25,7 @@ from tests.forked_python import forked_python
 from tests.s3_server import FaultyProxy, faulty_bucket
 from tests.whole_runs import metrics, records, status, train_on
 
-pytestmark = [pytest.mark.usefixtures("digits"), pytest.mark.slow]
+pytestmark = pytest.mark.usefixtures("digits")
 MIRROR = "s3://bucket/runs/mine"
 SMALL = ("experiment=digits", "tracker=none", "model.width=4", "data.num_workers=0", "train.deterministic=true")
 RUN = (*SMALL, "train.log_every=1", "train.eval_every=0", "checkpoint.every_steps=4", "checkpoint.best=null")
@@ -41,10 +41,16 @@ class Pace:
         time.sleep(0.02)
 
 
+_started: list[subprocess.Popen[bytes]] = []
+
+
 @pytest.fixture
 def bucket() -> Iterator[tuple[FaultyProxy, Any]]:
     with faulty_bucket("bucket") as made:
         yield made
+        for process in _started:  # of a test that failed
+            kill_all(process)
+        _started.clear()
 
 
 def start(run_dir: Path, *overrides: str, ranks: int = 1) -> subprocess.Popen[bytes]:
@@ -56,7 +62,11 @@ def start(run_dir: Path, *overrides: str, ranks: int = 1) -> subprocess.Popen[by
         torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
         command = [sys.executable, "-m", *torchrun, "-m", "dtrain.train"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
-    return subprocess.Popen([*command, *arguments], env=environment, stdout=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(
+        [*command, *arguments], env=environment, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    _started.append(process)
+    return process
 
 
 def kill_all(process: subprocess.Popen[bytes]) -> None:
@@ -112,7 +122,7 @@ def lose_machines(
         after = chance.randrange(1, 45)
         first = len(proxy.requests)
         process = start(machine / "run", f"train.max_steps={steps}", ranks=ranks)
-        assert until(lambda: (machine / "run" / "status.json").exists(), process), "it has ended"
+        assert until((machine / "run" / "status.json").exists, process), "it has ended"
         base = len(proxy.requests)
         assert until(lambda base=base, after=after: len(proxy.requests) >= base + after, process), "it has ended"  # type: ignore[misc]
         kill_all(process)
@@ -135,6 +145,7 @@ def compare(run_dir: Path, folder: Path, steps: int, ranks: int = 1) -> None:
     assert status(run_dir)["state"] == "finished"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_run_whose_machines_are_lost_continues_from_the_bucket_alone(
     bucket: tuple[FaultyProxy, Any], tmp_path: Path
@@ -155,6 +166,7 @@ def test_twenty_machines_are_lost(bucket: tuple[FaultyProxy, Any], tmp_path: Pat
     compare(tmp_path / "last" / "run", tmp_path, 1200, ranks)
 
 
+@pytest.mark.slow
 def test_of_two_starts_at_once_one_has_the_mirror(bucket: tuple[FaultyProxy, Any], tmp_path: Path) -> None:
     proxy, client = bucket
     both = [start(tmp_path / name / "run", "train.max_steps=120") for name in "ab"]
@@ -173,6 +185,7 @@ def test_of_two_starts_at_once_one_has_the_mirror(bucket: tuple[FaultyProxy, Any
     compare(tmp_path / "c" / "run", tmp_path, 120)
 
 
+@pytest.mark.slow
 def test_a_bucket_that_fails_stops_no_training(bucket: tuple[FaultyProxy, Any], tmp_path: Path) -> None:
     proxy, client = bucket
     requests = random.Random(0)

@@ -227,6 +227,7 @@ class Worker:
         self._report = report
         self._save: Save | None = None
         self._wants_records = self._ends = False
+        self._best: int | None = None  # of the request for records
 
     def run(self) -> None:
         """Returns at the end, when everything is uploaded or the mirror has been claimed by a different start."""
@@ -242,6 +243,7 @@ class Worker:
                 pause = 0.0
                 self._set_error(None)
             except Superseded as newer:
+                self._drop()
                 self._uploader.state.superseded = str(newer)
                 self._report(self._uploader.state)
                 while not self._ends:
@@ -258,6 +260,7 @@ class Worker:
             # A newer one may have replaced it meanwhile: requests are taken between two uploads only.
             self._drop()
         elif self._wants_records:
+            self._uploader.best = self._best
             self._uploader.upload_records()
             self._wants_records = False
 
@@ -277,7 +280,7 @@ class Worker:
                 self._uploader.state.waiting = self._save.step
                 self._report(self._uploader.state)
             if "records" in request:
-                self._wants_records, self._uploader.best = True, request["records"]
+                self._wants_records, self._best = True, request["records"]
             self._ends |= "end" in request
             is_idle = False
             if self._ends:

@@ -380,6 +380,8 @@ class MirrorUploads:
 
     def saved(self, path: Path, step: int) -> None:
         """A checkpoint is complete; any thread may call, before the checkpoint can be deleted."""
+        if self.status.get("superseded"):
+            return
         staged = self._folder / f"{path.name}.{uuid.uuid4().hex}"
         try:
             staged.mkdir()
