@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -30,6 +31,10 @@ def s3_server() -> Iterator[str]:
             for name, value in CREDENTIALS.items():
                 patch.setenv(name, value)
             patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+            # All servers of a process have the same buckets.
+            urllib.request.urlopen(
+                urllib.request.Request(f"http://{host}:{port}/moto-api/reset", method="POST")
+            ).close()
             yield f"http://{host}:{port}"
     finally:
         server.stop()

@@ -150,9 +150,9 @@ def compare(run_dir: Path, folder: Path, steps: int, ranks: int = 1) -> None:
 def test_a_run_whose_machines_are_lost_continues_from_the_bucket_alone(
     bucket: tuple[FaultyProxy, Any], tmp_path: Path
 ) -> None:
-    lose_machines(3, 150, *bucket, tmp_path, seed=int(time.time()))
-    compare(tmp_path / "last" / "run", tmp_path, 150)
-    assert max(whole_in(bucket[1]))[1] == 150
+    lose_machines(3, 120, *bucket, tmp_path, seed=int(time.time()))
+    compare(tmp_path / "last" / "run", tmp_path, 120)
+    assert max(whole_in(bucket[1]))[1] == 120
 
 
 @pytest.mark.soak

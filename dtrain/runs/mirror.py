@@ -304,6 +304,9 @@ class Mirror:
 
         Returns:
             A line for each file that is damaged, and is left out.
+
+        Raises:
+            FileNotFoundError: If they have been deleted, because there are newer ones.
         """
         problems = []
         for name, entry in sorted(records.files.items()):
@@ -313,7 +316,9 @@ class Mirror:
                 self._get(f"{records.claim.folder}/files/{entry['sha256']}", path, entry["size"])
                 if size_and_hash(path) != entry:
                     raise ValueError("its SHA-256 differs")
-            except ValueError as error:
+            except (ValueError, FileNotFoundError) as error:
+                if isinstance(error, FileNotFoundError) and self.records() != records:
+                    raise  # newer ones have replaced them
                 path.unlink(missing_ok=True)
                 problems.append(f"{self}: {name} is damaged and left out: {error}")
         return problems

@@ -14,6 +14,7 @@ Only what is typed is composed: of a fetched config nothing is used but its comp
 
 from __future__ import annotations
 
+import glob
 import json
 import logging
 import os
@@ -163,13 +164,11 @@ class RunMirror:
 
     def _make_temporary(self) -> Path:
         """A new folder on the file system of the run directory. Those of starts that were killed are deleted."""
-        inside = self._dir.is_dir()  # it may be a volume of its own
-        parent, prefix = (
-            (self._dir, ".mirror-fetch.") if inside else (self._dir.parent, f".{self._dir.name}.mirror-fetch.")
-        )
+        places = [(self._dir.parent, f".{self._dir.name}.mirror-fetch."), (self._dir, ".mirror-fetch.")]
+        parent, prefix = places[self._dir.is_dir()]  # which may be a volume of its own
         with as_config_error("run.dir"):
             parent.mkdir(parents=True, exist_ok=True)
-            for left in parent.glob(f"{prefix}*"):
+            for left in [path for folder, begin in places for path in folder.glob(f"{glob.escape(begin)}*")]:
                 with suppress(OSError), (left / ".lock").open() as lock:
                     if try_lock(lock, without_locks=False):
                         remove(left)
@@ -241,6 +240,7 @@ class RunMirror:
         with as_config_error(f"run.dir: {self._dir} cannot be written, choose a different one"):
             if self._moves_aside:
                 move_records_aside(self._dir)
+            self._dir.mkdir(parents=True, exist_ok=True)
             (self._dir / _MOVING).touch()
             for path in sorted(self.source.iterdir()):
                 if path.name == ".lock":
