@@ -150,7 +150,8 @@ def keep_finished(
         mirror.move_in()
         from_rank0(lambda: save_run(spec))
     if has_own_run_dir(spec.dir, world) and earlier.status is not None:
-        write_status(spec.dir, "finished", int(earlier.status["step"]))
+        spec.dir.mkdir(parents=True, exist_ok=True)
+        write_status(spec.dir, "finished", int(earlier.status["step"]))  # for the launcher of this machine
 
 
 def main() -> None:

@@ -114,14 +114,16 @@ class RunMirror:
         while not from_rank0(call.has_ended):
             pass
         found = from_rank0(call.result)
-        self.source, self.notes, self._moves_aside = Path(found["folder"]), found["notes"], found["moves_aside"]
+        # Relative to the run directory, which need not have the same path on every machine.
+        self.source = Path(os.path.normpath(self._dir / found["folder"]))
+        self.notes, self._moves_aside = found["notes"], found["moves_aside"]
 
     def _fetch(self) -> dict[str, Any]:
         """On rank 0, in a thread."""
         assert self._url is not None
         never = self._cfg.run.resume == "never"
         has_run = not (self._dir / _MOVING).exists() and any((self._dir / name).exists() for name in _RUN_FILES)
-        nothing = {"folder": str(self._dir), "notes": [], "moves_aside": False}
+        nothing = {"folder": ".", "notes": [], "moves_aside": False}
         with as_config_error("checkpoint.mirror"):
             mirror = Mirror(self._url, retries=not has_run)  # a run that is here need not wait for the mirror
         try:
@@ -160,7 +162,7 @@ class RunMirror:
         folder = self._make_temporary()
         with as_config_error("checkpoint.mirror"):
             notes += self._download(mirror, folder)
-        return {"folder": str(folder), "notes": notes, "moves_aside": has_run}
+        return {"folder": os.path.relpath(folder, self._dir), "notes": notes, "moves_aside": has_run}
 
     def _make_temporary(self) -> Path:
         """A new folder on the file system of the run directory. Those of starts that were killed are deleted."""

@@ -60,7 +60,7 @@ class EarlierStarts:
         status: Content of ``status.json``; None without one.
         changes: What this command changes, such as ``train.max_steps: 50 -> 100``.
         problems: A line for each file that is damaged and not used.
-        source: Folder that has all of this: the run directory, or on rank 0's machine what was fetched from a mirror.
+        source: Folder on rank 0's machine that has all of this, relative to the run directory: ".", or of fetched files.
         moved_aside: Whether ``prepare`` moves all records aside, for ``run.resume=never``.
     """
 
@@ -68,7 +68,7 @@ class EarlierStarts:
     status: Mapping[str, Any] | None = None
     changes: Sequence[str] = field(default_factory=list)
     problems: Sequence[str] = field(default_factory=list)
-    source: str = ""
+    source: str = "."
     moved_aside: bool = False
 
     @classmethod
@@ -84,7 +84,8 @@ class EarlierStarts:
             ConfigError: On every rank, if the directory has a different run, or ``run.resume`` does not allow what there is, or
                 there is no whole checkpoint although the run shows progress.
         """
-        mode, spec = cfg.run.resume, replace(spec, dir=source or spec.dir)
+        mode, relative = cfg.run.resume, os.path.relpath(source or spec.dir, spec.dir)
+        spec = replace(spec, dir=source or spec.dir)
         if mode == "never" and any(os.environ.get(name) not in (None, "", "0") for name in _AUTOMATIC_STARTS):
             mode = "auto"  # it is about the first start of a job; its restarts continue the new run
 
@@ -108,9 +109,9 @@ class EarlierStarts:
                         f"run.resume=never, but {checkpoints.directory} has a checkpoint of step {step}. Leave run.resume out "
                         "to resume, or use a different run.dir for a new run."
                     )
-                return asdict(cls(source=str(spec.dir), moved_aside=bool(progress)))
+                return asdict(cls(source=relative, moved_aside=bool(progress)))
             skipped = (f"skipped a broken checkpoint: {line}" for line in broken)
-            earlier = cls(step, status, changes, [*problems, *skipped], str(spec.dir))
+            earlier = cls(step, status, changes, [*problems, *skipped], relative)
             if step is None and mode == "must":
                 raise ConfigError(_without_checkpoint("run.resume=must, but", checkpoints, progress))
             is_done = earlier.finished and not changes  # as nothing_left says
@@ -132,7 +133,7 @@ class EarlierStarts:
         """
         fork = Fork.parse(cfg.run)
         if self.checkpoint is not None:
-            origin = Path(self.source or spec.dir)
+            origin = spec.dir / self.source
         elif fork is not None and fork.keeps_data:
             origin = Path(fork.dir)
         else:
@@ -218,7 +219,8 @@ def restore(run: TrainState, earlier: EarlierStarts) -> str:
     """
     if earlier.checkpoint is not None:
         own = run.checkpoints.path(earlier.checkpoint)
-        source = Checkpoints(Path(earlier.source or run.run_dir) / "checkpoints").path(earlier.checkpoint)
+        folder = Path(os.path.normpath(run.run_dir / earlier.source))
+        source = Checkpoints(folder / "checkpoints").path(earlier.checkpoint)
         with checkpoint_on_all_machines(source, run.world, run.run_dir, is_sharded=run.is_sharded) as folder:
             checkpoint = on_all_ranks(lambda: read_folder(folder))
             build_rest(run, checkpoint)
