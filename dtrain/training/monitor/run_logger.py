@@ -48,6 +48,7 @@ from dtrain.training.setup.loaders import eval_loader
 from dtrain.training.setup.model import CompilerLog
 from dtrain.training.step import StepOutcome
 from dtrain.training.task import Evaluation, IllustratingTask
+from dtrain.urls import redacted
 
 #: Least time between two drawings.
 SECONDS_BETWEEN = 60.0
@@ -373,6 +374,7 @@ def banner_rows(spec: RunSpec, run: TrainState, start: str, last_step: int) -> d
         "BatchNorm": f"masked rows are in its statistics ({fixed})" if fixed else "",
         "communication": run_traffic(run).describe(),
         "records": describe_trackers(cfg.tracker, spec.dir),
+        "mirror": redacted(cfg.checkpoint.mirror or ""),
         "versions": f"torch {torch.__version__}, Python {sys.version.split()[0]}",
     }
 
