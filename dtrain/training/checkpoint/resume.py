@@ -220,7 +220,8 @@ def restore(run: TrainState, earlier: EarlierStarts) -> str:
     if earlier.checkpoint is not None:
         own = run.checkpoints.path(earlier.checkpoint)
         folder = Path(os.path.normpath(run.run_dir / earlier.source))
-        source = Checkpoints(folder / "checkpoints").path(earlier.checkpoint)
+        fetched = Checkpoints(folder / "checkpoints").path(earlier.checkpoint)
+        source = own if earlier.source == "." else fetched
         with checkpoint_on_all_machines(source, run.world, run.run_dir, is_sharded=run.is_sharded) as folder:
             checkpoint = on_all_ranks(lambda: read_folder(folder))
             build_rest(run, checkpoint)
