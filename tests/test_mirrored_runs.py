@@ -113,6 +113,11 @@ def whole_in(client: Any) -> list[tuple[int, int]]:
     return sorted((int(found[1]), int(found[2])) for key in keys if (found := form.fullmatch(key)))
 
 
+def manifests(proxy: FaultyProxy, first: int) -> int:
+    """Checkpoints that were completed since a request."""
+    return sum(method == "PUT" and path.endswith("/manifest.json") for method, path in proxy.requests[first:])
+
+
 def lose_machines(
     kills: int, steps: int, proxy: FaultyProxy, client: Any, folder: Path, seed: int, ranks: int = 1
 ) -> list[str]:
@@ -126,10 +131,14 @@ def lose_machines(
     for number in range(kills):
         machine = folder / f"machine-{number}"
         expected = max(whole_in(client), default=(0, 0))[1]
-        after = chance.randrange(1, 45)
+        # Within the uploads that follow some complete ones; the first kill may come before any is complete.
+        after, complete = chance.randrange(1, 45), chance.randrange(0, 3) if number == 0 else chance.randrange(1, 3)
         first = len(proxy.requests)
         process = start(machine / "run", f"train.max_steps={steps}", ranks=ranks)
         assert until((machine / "run" / "status.json").exists, process), "it has ended"
+        assert until(lambda first=first, complete=complete: manifests(proxy, first) >= complete, process), (
+            "it has ended"
+        )  # type: ignore[misc]
         base = len(proxy.requests)
         assert until(lambda base=base, after=after: len(proxy.requests) >= base + after, process), "it has ended"  # type: ignore[misc]
         kill_all(process)
@@ -139,6 +148,8 @@ def lose_machines(
         shutil.rmtree(machine)
         saved = max(whole_in(client), default=(0, 0))[1]
         lines.append(f"{number:4} {begun:7} {logged:7} {after:9} {saved:7} {logged - saved:9}   {base - first}")
+    # Else every start would have begun at step 0, and nothing would be shown.
+    assert max(whole_in(client), default=(0, 0))[1] > 0
     process = start(folder / "last" / "run", f"train.max_steps={steps}", ranks=ranks)
     assert process.wait(_DEADLINE) == 0
     return lines
@@ -157,9 +168,9 @@ def compare(run_dir: Path, folder: Path, steps: int, ranks: int = 1) -> None:
 def test_a_run_whose_machines_are_lost_continues_from_the_bucket_alone(
     bucket: tuple[FaultyProxy, Any], tmp_path: Path
 ) -> None:
-    lose_machines(3, 120, *bucket, tmp_path, seed=int(time.time()))
-    compare(tmp_path / "last" / "run", tmp_path, 120)
-    assert max(whole_in(bucket[1]))[1] == 120
+    print("\n".join(lose_machines(3, 400, *bucket, tmp_path, seed=int(time.time()))))
+    compare(tmp_path / "last" / "run", tmp_path, 400)
+    assert max(whole_in(bucket[1]))[1] == 400
 
 
 @pytest.mark.soak
@@ -167,10 +178,10 @@ def test_a_run_whose_machines_are_lost_continues_from_the_bucket_alone(
 @pytest.mark.parametrize("ranks", [2])
 def test_twenty_machines_are_lost(bucket: tuple[FaultyProxy, Any], tmp_path: Path, ranks: int) -> None:
     seed = int(os.environ.get("DTRAIN_SOAK_SEED", "0")) or int(time.time())
-    lines = lose_machines(20, 700, *bucket, tmp_path, seed, ranks)
+    lines = lose_machines(20, 3000, *bucket, tmp_path, seed, ranks)
     print(f"\nseed {seed}\nkill  begins  logged  requests  bucket  repeated   requests of the start")
     print("\n".join(lines))
-    compare(tmp_path / "last" / "run", tmp_path, 700, ranks)
+    compare(tmp_path / "last" / "run", tmp_path, 3000, ranks)
 
 
 @pytest.mark.slow
