@@ -13,7 +13,7 @@ Start at ``train.py``, which is a run on one page. The layers, each of which imp
 * ``runs``: a run on disk: its name, its directory, and whose it is.
 * ``precision``, ``distributed``: dtypes, loss scaling and skipped steps; how ranks start, agree, stop and fail together.
 * ``config``, ``models``, ``optimizers``: all keys, and objects from ``_target_``; reference models; further optimizers.
-* ``files``, ``console``: atomic and bounded access to files; what commands print with.
+* ``files``, ``urls``, ``console``: atomic and bounded access to files; file systems behind URLs; what commands print with.
 * ``errors``: errors that are shown without a traceback.
 """
 

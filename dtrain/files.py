@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -333,6 +334,33 @@ def read_bounded(path: Path, most: int = MAX_BYTES) -> bytes:
     """
     with open_regular(path) as file:
         return file.read(most + 1)
+
+
+def size_and_hash(path: Path) -> dict[str, Any]:
+    """The ``size`` in bytes and the ``sha256`` of a regular file.
+
+    Raises:
+        OSError: As ``open_regular``.
+    """
+    digest = hashlib.sha256()
+    with open_regular(path) as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+        return {"size": file.tell(), "sha256": digest.hexdigest()}
+
+
+def link_or_copy(path: Path, to: Path) -> None:
+    """Makes a hard link to a file that never changes; a copy on a file system without hard links.
+
+    Raises:
+        OSError: If neither is possible.
+    """
+    try:
+        os.link(path, to)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(path, to)
 
 
 def open_regular(path: Path) -> BinaryIO:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import shlex
 import shutil
@@ -29,7 +30,8 @@ from tests.whole_runs import status
 
 ROOT = Path(__file__).resolve().parents[1]
 KUBERNETES = sorted((ROOT / "examples" / "kubernetes").glob("*.yaml"))
-SKYPILOT = ROOT / "examples" / "skypilot" / "dtrain.yaml"
+SKYPILOT = sorted((ROOT / "examples" / "skypilot").glob("*.yaml"))
+SPOT = ROOT / "examples" / "spot" / "cloud-init.yaml"
 #: What torchrun needs to know on several machines.
 RENDEZVOUS = {"PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"}
 
@@ -78,14 +80,19 @@ def test_pods_jobs_and_volumes_have_kubernetes_own_schema(path: Path) -> None:
 
 def test_the_commands_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = [spec["args"] for path in KUBERNETES for document in documents(path) for spec in _with_args(document)]
-    assert len(commands) == 4
-    commands.append(shlex.split(documents(SKYPILOT)[0]["run"].splitlines()[-1])[2:])
+    assert len(commands) == 5
+    commands += [shlex.split(documents(path)[0]["run"].splitlines()[-1])[2:] for path in SKYPILOT]
+    service = documents(SPOT)[0]["write_files"][0]["content"]
+    (line,) = (line for line in service.splitlines() if line.startswith("ExecStart="))
+    commands.append(line.split(" dtrain:cuda ")[1].split())
     monkeypatch.chdir(tmp_path)
     compose_only(monkeypatch)
     for words in commands:
         assert words[:2] == ["launch", "launch=local"]  # it ends with 75 when it was stopped, on every machine
         assert accepted(["dtrain", *words], monkeypatch), words
         assert next(word for word in words if word.startswith("run.dir=")).startswith("run.dir=/workspace/")
+    mirrored = [words for words in commands if "checkpoint.mirror=s3://BUCKET/runs/digits" in words]
+    assert len(mirrored) == 3  # on Kubernetes, with SkyPilot, and on a machine of its own
 
 
 def _with_args(node: Any) -> Iterator[dict[str, Any]]:
@@ -108,13 +115,18 @@ def test_a_pod_has_the_time_to_save_the_memory_to_share_and_our_user(path: Path)
         mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
         volumes = {volume["name"]: volume for volume in spec["volumes"]}
         assert set(mounts.values()) == set(volumes)
-        assert "persistentVolumeClaim" in volumes[mounts["/workspace"]]
+        # Without a disk that outlives the pod, the run has to live elsewhere.
+        is_mirrored = any(word.startswith("checkpoint.mirror=") for word in container.get("args", []))
+        assert ("emptyDir" if is_mirrored else "persistentVolumeClaim") in volumes[mounts["/workspace"]]
         assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
 
 
 def test_what_is_stopped_starts_again_and_what_fails_does_so_a_few_times() -> None:
-    by_kind = {document["kind"]: document["spec"] for path in KUBERNETES for document in documents(path)}
-    for job_set in (by_kind["JobSet"], by_kind["TrainingRuntime"]["template"]["spec"]):
+    every = [document for path in KUBERNETES for document in documents(path)]
+    by_kind = {document["kind"]: document["spec"] for document in every}
+    job_sets = [document["spec"] for document in every if document["kind"] == "JobSet"]
+    assert len(job_sets) == 2
+    for job_set in (*job_sets, by_kind["TrainingRuntime"]["template"]["spec"]):
         policy = job_set["failurePolicy"]
         assert policy["restartStrategy"] == "BlockingRecreate"
         assert 0 < policy["maxRestarts"] < 10
@@ -134,21 +146,39 @@ def test_what_is_stopped_starts_again_and_what_fails_does_so_a_few_times() -> No
         assert conditions["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
     replicas = by_kind["PyTorchJob"]["pytorchReplicaSpecs"].values()
     assert [one["restartPolicy"] for one in replicas] == ["OnFailure", "OnFailure"]
-    (resources,) = (one["resources"] for one in documents(SKYPILOT))
-    assert resources["job_recovery"]["recover_on_exit_codes"] == [STOPPED]
+    for resources in (one["resources"] for path in SKYPILOT for one in documents(path)):
+        assert resources["job_recovery"]["recover_on_exit_codes"] == [STOPPED]
 
 
-def test_machines_know_each_other_where_the_cluster_does_not_tell_them() -> None:
-    (job_set,) = documents(ROOT / "examples" / "kubernetes" / "jobset.yaml")
+def test_a_spot_machine_trains_by_itself_and_has_the_time_to_upload() -> None:
+    assert SPOT.read_text().startswith("#cloud-config\n")  # else cloud-init ignores it
+    (document,) = documents(SPOT)
+    (file,) = document["write_files"]
+    service = configparser.ConfigParser(strict=False, interpolation=None)
+    service.optionxform = str  # type: ignore[assignment, method-assign]
+    service.read_string(file["content"])
+    assert Path(file["path"]).name in document["runcmd"][0]
+    (start,) = (service["Service"]["ExecStart"],)
+    options = dict(word.lstrip("-").split("=", 1) for word in start.split() if "=" in word)
+    # The launcher, then docker, then systemd, each within the time of the next one.
+    assert float(options["checkpoint.mirror_seconds"]) + 30 <= float(options["stop-timeout"])
+    assert float(options["stop-timeout"]) < float(service["Service"]["TimeoutStopSec"])
+    assert service["Service"]["Restart"] == "on-failure"  # 75 is one; 0 is the end of the run
+
+
+@pytest.mark.parametrize("name", ["jobset", "jobset-mirror"])
+def test_machines_know_each_other_where_the_cluster_does_not_tell_them(name: str) -> None:
+    (job_set,) = documents(ROOT / "examples" / "kubernetes" / f"{name}.yaml")
     (replicated,) = job_set["spec"]["replicatedJobs"]
     (container,) = replicated["template"]["spec"]["template"]["spec"]["containers"]
     environment = {one["name"]: one.get("value") for one in container["env"]}
-    job, name = replicated["template"]["spec"], job_set["metadata"]["name"]
+    job, name = replicated["template"]["spec"], str(job_set["metadata"]["name"])
     assert environment.keys() >= RENDEZVOUS
     assert environment["PET_NNODES"] == str(job["completions"]) == str(job["parallelism"])
     assert environment["PET_MASTER_ADDR"] == f"{name}-{replicated['name']}-0-0.{name}"
     assert {int(environment["PET_MASTER_PORT"])} == {port["containerPort"] for port in container["ports"]}
-    assert {word.partition("=")[0] for word in documents(SKYPILOT)[0]["run"].split()} >= RENDEZVOUS
+    for path in SKYPILOT:
+        assert {word.partition("=")[0] for word in documents(path)[0]["run"].split()} >= RENDEZVOUS
     assert rendezvous_options(environment) == []
 
 

@@ -53,7 +53,7 @@ from dtrain.config.metrics import build_metric
 from dtrain.config.schema import TrackerConfig
 from dtrain.data import digits
 from dtrain.data.fields.media import torchcodec_decoders
-from dtrain.data.shards.shard_file import fsspec_file_system
+from dtrain.urls import fsspec_file_system
 from dtrain.data.fields.tokenizers import Tokenizer
 from dtrain.export.formats import _import_onnx_package
 from dtrain.launch.search import require_optuna

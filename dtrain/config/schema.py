@@ -224,6 +224,10 @@ class CheckpointConfig:
     keep_every: int | None = None  # checkpoints whose step is a multiple of it are never deleted; null: none
     # without parameters that require no gradient, such as the base of an adapter: they are built again and compared by hash
     only_trained: bool = False
+    # a URL that complete checkpoints and the records of the run are copied to, such as s3://BUCKET/runs/NAME. A start with an
+    # empty run.dir continues from there, on any machine, see docs/mirror.md; null: none
+    mirror: str | None = None
+    mirror_seconds: float = 60.0  # longest wait for the mirror when the run ends or stops
     best: str | None = None  # a metric such as eval/accuracy, whose best checkpoint is kept; null: none
     best_mode: str | None = (
         None  # max | min: which value is the best; null: by the metric of train.metrics, else by its name

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dtrain.distributed.collectives import from_rank0
+from dtrain.distributed.world import World
 from dtrain.errors import ConfigError, as_config_error
 from dtrain.files import NO_LOCKS, open_regular, open_to_append
 
@@ -201,6 +202,19 @@ def read_holder(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):  # no run was started, or the holder is writing the file
         return {}
     return holder if isinstance(holder, dict) else {}
+
+
+def has_own_run_dir(run_dir: Path, world: World) -> bool:
+    """Collective. Whether this is the first rank of a machine whose run directory is not the one of rank 0.
+
+    Call it after ``run_lock``'s function. Such a machine has no file system in common with rank 0's.
+    """
+    if world.size == world.local_size:
+        return False
+    holder = from_rank0(lambda: read_holder(run_dir))
+    with suppress(OSError):
+        os.listdir(run_dir)  # a network file system may answer for a single name from its cache
+    return world.rank != 0 and world.local_rank == 0 and read_holder(run_dir) != holder
 
 
 def _refuse_unwritable(folder: Path) -> None:

@@ -25,13 +25,13 @@ import torch.distributed as dist
 
 from dtrain.config.schema import CheckpointConfig
 from dtrain.console import Finding, size_text
-from dtrain.data.shards.shard_file import is_url
 from dtrain.data.sources.mixture import MixtureSource
 from dtrain.data.sources.shard_source import ShardSource
 from dtrain.data.sources.source import Source
 from dtrain.distributed.collectives import from_rank0, on_all_ranks
 from dtrain.distributed.world import World
 from dtrain.errors import as_config_error
+from dtrain.urls import is_url
 
 #: Smaller transfers show the duration of a call, not the speed of the disk.
 MIN_BYTES_FOR_RATE = 4 * 2**20

@@ -29,11 +29,11 @@ from dtrain.console import Finding, size_text
 from dtrain.data import Batch, ShardLoader
 from dtrain.data.fields.parse import parse_fields
 from dtrain.data.shards.node_cache import file_system_type
-from dtrain.data.shards.shard_file import fsspec_file_system, is_url, scheme
 from dtrain.distributed.world import World, process_cpu_count
 from dtrain.doctor.machine import SHARED_MEMORY
 from dtrain.errors import ConfigError, Explained
 from dtrain.tracking.sinks import check_tracker
+from dtrain.urls import fsspec_file_system, is_url, scheme
 
 #: Smallest gain that is worth a change, and larger than the noise of the measurements.
 WORTHWHILE = 1.25

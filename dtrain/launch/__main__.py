@@ -60,7 +60,7 @@ A search with Optuna (pip install 'dtrain[optuna]'); the same command continues 
   launch.search.seed=N              of the sampler, launch.search.sampler=tpe or random
 
 Commands for runs that were started
-  dtrain launch status DIR...     state, step and last metrics, as a table
+  dtrain launch status DIR...     state, step and last metrics, as a table; also of mirrors: s3://BUCKET/runs
   dtrain launch tail DIR          follow the log
   dtrain launch stop DIR...       save and stop
   dtrain launch resume DIR...     resume the run as it was started

@@ -23,11 +23,13 @@ from dtrain.report.health import last_activity, parameters, run_state, run_state
 from dtrain.report.sweep import varied_settings
 from dtrain.report.tables import Column, setting_column, text_table
 from dtrain.runs.history import History, read_all, run_directories
+from dtrain.runs.mirror import fetched_records
 from dtrain.runs.recompose import recompose
 from dtrain.runs.records import parse_record
 from dtrain.runs.run_dir import is_trained, status_or_none
 from dtrain.runs.trust import TRUST
 from dtrain.tracking.console_sink import PlainLines
+from dtrain.urls import is_url, redacted
 
 #: Starts the runs of a command line of ``dtrain launch``; returns the exit code.
 Launch = Callable[[Sequence[str]], int]
@@ -42,7 +44,7 @@ def run_command(arguments: Sequence[str], launch: Launch) -> int:
     """Runs a command; returns its exit code.
 
     Args:
-        arguments: One of ``COMMANDS``, then run directories; with ``resume`` also ``--trust``.
+        arguments: One of ``COMMANDS``, then run directories; with ``status`` also URLs of mirrors, with ``resume`` ``--trust``.
         launch: Starts a run on this machine; ``resume`` needs it.
 
     Raises:
@@ -51,6 +53,13 @@ def run_command(arguments: Sequence[str], launch: Launch) -> int:
     name, *rest = arguments
     trusted = name == "resume" and TRUST in rest
     rest = [argument for argument in rest if not (trusted and argument == TRUST)]
+    if urls := [argument for argument in rest if is_url(argument)]:
+        if name != "status":
+            raise ConfigError(
+                f"{name}: got {redacted(urls[0])}, want the directory of a run on this machine (run.dir)."
+            )
+        with as_config_error(name), fetched_records(rest) as found:
+            return run_command([name, *map(str, found)], launch)
     paths = [Path(argument).expanduser().absolute() for argument in rest]
     # A shell expands runs/* to files such as report.html and to broken links, too.
     directories = [path for path in paths if len(paths) == 1 or path.is_dir() or not os.path.lexists(path)]

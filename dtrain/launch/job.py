@@ -27,6 +27,7 @@ from dtrain.runs.run_dir import status_or_none
 from dtrain.runs.run_spec import RunSpec
 from dtrain.runs.trust import AS_TYPED
 from dtrain.training.validation import validate
+from dtrain.urls import redacted
 
 FINISHED = 0
 FAILED = 1
@@ -131,13 +132,19 @@ def with_unique_dirs(jobs: Sequence[Job]) -> list[Job]:
     sweep always gets the same directories.
 
     Raises:
-        ConfigError: If two jobs have the same overrides.
+        ConfigError: If two jobs have the same overrides, or the same ``checkpoint.mirror``.
     """
     common = set.intersection(*(set(job.spec.overrides) for job in jobs)) if jobs else set()
     sweep = [replace(job, varied=tuple(o for o in job.spec.overrides if o not in common)) for job in jobs]
     directories = [job.spec.dir for job in sweep]
     sweep = [_with_suffix(job) if directories.count(job.spec.dir) > 1 else job for job in sweep]
     directories = [job.spec.dir for job in sweep]
+    mirrors = [job.spec.config["checkpoint"]["mirror"] for job in sweep]
+    if common_mirrors := [it for it in mirrors if it is not None and mirrors.count(it) > 1]:
+        raise ConfigError(
+            f"checkpoint.mirror: several jobs of the sweep have {redacted(common_mirrors[0])}, but a mirror has one run. Make "
+            "it different for each: 'checkpoint.mirror=s3://BUCKET/runs/seed-${run.seed}'\n  No run of the sweep was started."
+        )
     for job in sweep:
         if directories.count(job.spec.dir) > 1:
             same = (other for other in sweep if other.spec.dir == job.spec.dir)

@@ -42,6 +42,7 @@ from dtrain.report.search import FILE, SearchRecord
 from dtrain.report.tables import text_table
 from dtrain.runs.history import as_float
 from dtrain.runs.run_dir import is_trained
+from dtrain.urls import redacted
 
 _DIRECTIONS = {"min": "minimize", "max": "maximize"}
 _SAMPLERS, _PRUNERS = ("tpe", "random"), ("none", "median", "halving")
@@ -122,6 +123,10 @@ def _checked(base: Job) -> SearchConfig:
     if not given.metric.startswith("eval/"):
         raise ConfigError(
             f"launch.search.metric: got {given.metric!r}, want a metric of the evaluations, such as eval/loss."
+        )
+    if (mirror := base.spec.config["checkpoint"]["mirror"]) is not None:
+        raise ConfigError(
+            f"checkpoint.mirror: got {redacted(mirror)}, but the runs of a search have no mirror. Leave it out."
         )
     if base.spec.config["data"].get("eval") is None:
         raise ConfigError(f"launch.search.metric: {given.metric} needs an evaluation. Set data.eval.")

@@ -15,10 +15,10 @@ from rich.console import Console
 from dtrain.console import OnProgress, progress
 from dtrain.data.shards import shard_index
 from dtrain.data.shards.patterns import expand
-from dtrain.data.shards.shard_file import redacted
 from dtrain.data.shards.tar import ShardError
 from dtrain.errors import printable
 from dtrain.pack.pool import run_jobs
+from dtrain.urls import redacted
 
 # Starting another process takes about as long as indexing this many shards.
 _SHARDS_PER_PROCESS = 64

@@ -20,11 +20,11 @@ from rich.console import Console
 
 from dtrain.command_line import write_json
 from dtrain.data.shards.patterns import expand
-from dtrain.data.shards.shard_file import is_url, redacted
 from dtrain.data.shards.shard_index import decode_name, index_tar, is_meta, load_or_build, split_name
 from dtrain.data.shards.tar import COPY_AGAIN, ShardError, walk
 from dtrain.errors import printable
 from dtrain.files import replace_file
+from dtrain.urls import is_url, redacted
 
 _BLOCK = 512
 _END_MARK = bytes(2 * _BLOCK)

@@ -1,7 +1,8 @@
 """``dtrain report DIR [DIR ...] [--out FILE] [--png FOLDER]``: shows runs as one self-contained HTML file.
 
-A DIR is a run, or a directory with runs below it, such as a sweep. Several runs are compared in a table, on the page and on the
-terminal; of more than eight runs, the curves show a selection. The page lists missing and damaged files of a run.
+A DIR is a run, or a directory with runs below it, such as a sweep; or the URL of a mirror (``checkpoint.mirror``). Several
+runs are compared in a table, on the page and on the terminal; of more than eight runs, the curves show a selection. The page
+lists missing and damaged files of a run.
 The exit code is 1 if a directory holds no run or the page cannot be written.
 """
 
@@ -10,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from dtrain.report.search import read_searches
 from dtrain.report.sweep import Comparison
 from dtrain.report.tables import comparison_text
 from dtrain.runs.history import read_all, run_directories
+from dtrain.runs.mirror import fetched_records
+from dtrain.urls import is_url
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,22 +41,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "runs",
         metavar="DIR",
         nargs="+",
-        type=Path,
-        help="directory of a run, also of a running one, or of several runs",
+        help="directory of a run, also of a running one, or of several runs; or the URL of a mirror, s3://BUCKET/runs/NAME",
     )
-    parser.add_argument("--out", metavar="FILE", type=Path, help="the page (default: report.html in the first DIR)")
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="the page (default: report.html in the first DIR, or here)"
+    )
     parser.add_argument("--png", metavar="FOLDER", type=Path, help="also write each chart as a PNG into this folder")
     options = parser.parse_intermixed_args(arguments)  # also directories after an option
     escape_on_stdout()
-    out = options.out or options.runs[0] / "report.html"
+    try:
+        with fetched_records(options.runs) as found:
+            return _write_report(options, found)
+    except (ValueError, OSError, ImportError) as error:
+        return _fail(str(error))
+
+
+def _write_report(options: argparse.Namespace, found: Mapping[Path, str]) -> int:
+    """Writes the page, and charts as pictures; ``found`` has the directories to read, and what was typed for each."""
+    out = options.out or (Path() if is_url(options.runs[0]) else Path(options.runs[0])) / "report.html"
     now = time.time()
     try:
-        comparison = Comparison.from_runs(read_all(run_directories(options.runs)))
+        comparison = Comparison.from_runs(read_all(run_directories(list(found)), found))
         runs = [RunData.read(history, now) for history in comparison.shown]
     except (ValueError, OSError) as error:
         return _fail(str(error))
     damaged: list[str] = []
-    sections = [search.section for search in read_searches(options.runs, damaged)]
+    sections = [search.section for search in read_searches(list(found), damaged)]
     page = report_page(runs, comparison, now, sections).encode(
         "utf-8", errors="replace"
     )  # file names may not be valid text

@@ -155,7 +155,7 @@ def setting_column(setting: Setting) -> Column:
 def number_rows(runs: Sequence[History], now: float) -> Rows:
     """The numbers of each run at ``now`` (Unix seconds), without the rows that are empty for all runs."""
     rows: dict[str, Callable[[History], str]] = {
-        "directory": lambda run: str(run.path.resolve()),
+        "directory": lambda run: run.place or str(run.path.resolve()),
         "state": lambda run: _state(run, now),
         "forked from": lambda run: str(run.config.get("run.fork") or ""),
         "precision": lambda run: str(run.config.get("precision.name", "")),

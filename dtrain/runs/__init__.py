@@ -8,6 +8,7 @@ Files in reading order:
 * ``records``: the record of one logged step, and ``metrics.jsonl``.
 * ``starts``: the record of each start, and the votes of all steps, for replay and trace.
 * ``excluded``: lists of samples that a training leaves out.
+* ``mirror``: the copy of a run in a bucket; ``mirror_uploads``: the process that uploads it.
 * ``history``: a run directory as data, for reports.
 * ``evaluation_results``: results of ``dtrain evaluate`` as text, JSON and pictures.
 * ``trust``: which runs this user made, and what is refused of all others.

@@ -16,7 +16,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -56,8 +56,12 @@ def run_directories(paths: Sequence[Path]) -> list[Path]:
     return [directory for path in paths for directory in _runs_of(path)]
 
 
-def read_all(paths: Sequence[Path]) -> list[History]:
+def read_all(paths: Sequence[Path], places: Mapping[Path, str] | None = None) -> list[History]:
     """Reads run directories, each once, with unique labels. Large ones are read in several processes.
+
+    Args:
+        paths: Run directories.
+        places: Path to what is shown for it, the URL of those that were fetched from a mirror.
 
     Raises:
         ValueError: If a path is not a run directory.
@@ -67,8 +71,11 @@ def read_all(paths: Sequence[Path]) -> list[History]:
     processes = min(len(unique), os.cpu_count() or 1)
     if processes > 1 and sum(map(_metrics_size, unique)) > _PARALLEL_BYTES:
         with ProcessPoolExecutor(processes) as pool:
-            return list(pool.map(History.read, unique, labels))
-    return list(map(History.read, unique, labels))
+            runs = list(pool.map(History.read, unique, labels))
+    else:
+        runs = list(map(History.read, unique, labels))
+    urls = {path: url for path, url in (places or {}).items() if str(path) != url}
+    return [replace(run, place=urls.get(run.path, str(run.path.resolve()))) for run in runs]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +90,7 @@ class History:
         config: Dotted key to value.
         overrides: Command line of the first start.
         gaps: Sentences about what is missing or damaged.
+        place: Where the run is: its directory, or the URL of its mirror.
     """
 
     path: Path
@@ -92,6 +100,7 @@ class History:
     config: dict[str, Any]
     overrides: list[str]
     gaps: list[str]
+    place: str = ""
 
     @classmethod
     def read(cls, path: Path, label: str) -> History:

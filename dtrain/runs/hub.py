@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from typing import Any
 
 from dtrain import __version__
 from dtrain.errors import ConfigError, in_brief, without_secrets_in
-from dtrain.files import open_regular, read_json
+from dtrain.files import read_json, size_and_hash
 
 #: Names of an artefact's files: its description, and its weights.
 DESCRIPTION, WEIGHTS = "model.json", "model.safetensors"
@@ -145,11 +144,7 @@ def sha256(path: Path) -> str:
     Raises:
         OSError: If it cannot be read, or is not a regular file: a pipe would block, and a device might never end.
     """
-    digest = hashlib.sha256()
-    with open_regular(path) as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+    return str(size_and_hash(path)["sha256"])
 
 
 @contextmanager

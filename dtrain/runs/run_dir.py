@@ -19,7 +19,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -94,6 +94,23 @@ def move_records_aside(run_dir: Path) -> Path:
         else:
             os.rename(path, target)
     return folder
+
+
+def retained_steps(
+    steps: Iterable[int], saved: int, keep_last: int, keep_every: int | None, best: int | None
+) -> set[int]:
+    """Steps of the checkpoints that a run keeps, in its directory and in a mirror.
+
+    Args:
+        steps: Of all checkpoints.
+        saved: The newest one. Later ones were broken, and the run resumed from an earlier one.
+        keep_last: ``checkpoint.keep_last``.
+        keep_every: ``checkpoint.keep_every``.
+        best: Of the best one; None without one.
+    """
+    until = sorted(step for step in steps if step <= saved)
+    every = {step for step in until if keep_every is not None and step % keep_every == 0}
+    return {*until[-keep_last:], *every, *(step for step in until if step == best)}
 
 
 def code_commits() -> dict[str, str]:
@@ -311,12 +328,13 @@ def failures_recorded(run_dir: Path, rank: int) -> Iterator[FailureRecord]:
 
 
 def open_rank_log(run_dir: Path, rank: int) -> None:
-    """Makes the ``dtrain`` logger append to ``logs/rank-00000.log``, and write nowhere else. The folder exists.
+    """Makes the ``dtrain`` logger append to ``logs/rank-00000.log``, and write nowhere else.
 
     Raises:
         ConfigError: If the file cannot be written.
     """
     with as_config_error("run.dir"):
+        (run_dir / "logs").mkdir(parents=True, exist_ok=True)  # of a machine with a run directory of its own
         file = _RankLog(run_dir / "logs" / f"rank-{rank:05d}.log")
     file.setFormatter(_WithoutSecrets("%(asctime)s %(levelname)s %(message)s"))
     for handler in logger.handlers:

@@ -40,6 +40,7 @@ WITHOUT_EFFECT_ON_THE_RESULT = (
     *("launch", "tracker", "profile", "export", "vars"),
     *("train.log_every", "checkpoint.every_steps", "checkpoint.every_minutes"),
     *("checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.only_trained"),
+    *("checkpoint.mirror", "checkpoint.mirror_seconds"),
     *("data.num_workers", "data.prefetch", "data.start_method", "data.max_worker_restarts"),
     *("data.storage", "data.cache", "data.record_keys"),
     *("data.grow", "data.grow_allow_removed"),  # a run that is refused because its data changed is resumed with them

@@ -24,7 +24,6 @@ from dtrain.data import Batch, ShardLoader
 from dtrain.data.fields.field import Field, SampleError
 from dtrain.data.loading.stream import StreamLoader
 from dtrain.data.shards.dataset_index import DatasetIndex
-from dtrain.data.shards.shard_file import is_url
 from dtrain.data.sources.mixture import MixtureSource
 from dtrain.data.sources.random_offset import RandomOffsetSource
 from dtrain.data.sources.shard_source import ShardSource
@@ -33,6 +32,7 @@ from dtrain.distributed.world import World
 from dtrain.errors import ConfigError, nearest
 from dtrain.precision import Precision
 from dtrain.training.setup.loaders import are_sets, eval_loader, train_loader
+from dtrain.urls import is_url
 
 #: Names of the splits that every config may have.
 SPLITS = ("train", "eval")

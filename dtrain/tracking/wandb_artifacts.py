@@ -9,13 +9,14 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import wandb
+
+from dtrain.files import link_or_copy
 
 _LEFT_OUT = ("optimizer.safetensors", "manifest.json")
 
@@ -77,7 +78,7 @@ class CheckpointArtifacts:
         folder.mkdir(parents=True)
         for file in (self._run_dir / "config.yaml", *sorted(path.iterdir())):
             if file.name not in _LEFT_OUT:
-                _link(file, folder / file.name)
+                link_or_copy(file, folder / file.name)
         return folder
 
 
@@ -92,10 +93,3 @@ def checkpoint_artifact(run_id: str, checkpoint: StagedCheckpoint) -> tuple[wand
         # These files do not change, so wandb needs no copy.
         artifact.add_file(str(file), policy="immutable", skip_cache=True)
     return artifact, ["latest", f"step-{checkpoint.step}", *(["best"] if checkpoint.is_best else [])]
-
-
-def _link(file: Path, to: Path) -> None:
-    try:
-        os.link(file, to)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(file, to)

@@ -39,6 +39,7 @@ from dtrain.distributed.stop import TimeLimit
 from dtrain.distributed.world import World
 from dtrain.errors import ConfigError, as_config_error, nearest
 from dtrain.precision import Precision
+from dtrain.runs.mirror import check_url
 from dtrain.runs.run_spec import refuse_hidden
 from dtrain.tracking.sinks import check_tracker
 from dtrain.training.build import (
@@ -168,6 +169,8 @@ def _check_run(cfg: Config, found: _Problems) -> Precision:
         check_options(parallel, size if "WORLD_SIZE" in os.environ else None)
     with found.under("checkpoint"):
         Checkpoints.from_config(Path(), cfg.checkpoint)
+    with found.under("checkpoint.mirror"):
+        check_url(cfg.checkpoint.mirror, cfg.checkpoint.mirror_seconds)
     for name, least in (("every_steps", 1), ("every_minutes", 0)):
         with found.under(f"checkpoint.{name}"):
             interval = getattr(cfg.checkpoint, name)

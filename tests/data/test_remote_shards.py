@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dtrain import urls
 from dtrain.data import BadShards, ShardLoader
 from dtrain.data.loading import workers
 from dtrain.data.shards import shard_file
@@ -31,7 +32,7 @@ URLS = "shard-{000..005}.tar"
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(shard_file, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(urls, "_FIRST_PAUSE", 0.01)
     return tmp_path / "cache"
 
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from dtrain.data.shards import shard_file
+from dtrain import urls
 from dtrain.data.shards.shard_file import RemoteFile, ShardChanged
 from tests.refusals import refused
+from tests.s3_server import s3_server
 from tests.shards import make_loader, read_epoch, valid_keys
 
 pytestmark = pytest.mark.slow
@@ -19,28 +20,17 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Any]:
-    # Not at the top: every process of the default tests would load them.
-    pytest.importorskip("s3fs", reason="s3 needs s3fs: pip install 'dtrain[s3]'")
-    moto_server = pytest.importorskip("moto.server", reason="needs moto: pip install 'dtrain[dev]'")
-    import boto3
+    with s3_server():
+        import boto3
 
-    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
-        patch.setenv("AWS_ACCESS_KEY_ID", "key")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         yield boto3.client("s3")
-    server.stop()
 
 
 @pytest.fixture
 def bucket(client: Any, shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A client; the shards are in its bucket."""
     monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(shard_file, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(urls, "_FIRST_PAUSE", 0.01)
     client.create_bucket(Bucket="shards")
     for path in shards:
         client.upload_file(path, "shards", f"train/{Path(path).name}")

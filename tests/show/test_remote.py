@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dtrain.data.shards import shard_file
+from dtrain import urls
 from dtrain.data.shards.shard_index import load_or_build
 from tests.http_server import serving
 from tests.shards import jpeg, write_tar
@@ -17,7 +17,7 @@ pytest.importorskip("aiohttp", reason="http needs aiohttp: pip install 'dtrain[h
 
 def test_only_what_is_shown_is_read_from_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(shard_file, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(urls, "_FIRST_PAUSE", 0.01)
     folder = tmp_path / "data"
     for shard in range(4):
         samples = [(f"{shard}-{n:03d}", {"jpg": jpeg(n, 96, 96), "cls": b"1"}) for n in range(60)]
@@ -25,8 +25,8 @@ def test_only_what_is_shown_is_read_from_a_server(tmp_path: Path, monkeypatch: p
     total = sum(path.stat().st_size for path in folder.glob("*.tar"))
     near, _ = show(tmp_path, "data=shards", f"data.train={folder}/train-*.tar", FIELDS, "--n", "4")
     with serving(folder) as server:
-        urls = f'data.train="{server.url("train-{0..3}.tar")}"'
-        far, _ = show(tmp_path, "data=shards", urls, FIELDS, "--n", "4")
+        addresses = f'data.train="{server.url("train-{0..3}.tar")}"'
+        far, _ = show(tmp_path, "data=shards", addresses, FIELDS, "--n", "4")
         sent = server.sent
     assert far["shown"] == near["shown"]
     assert far["fields"] == near["fields"]

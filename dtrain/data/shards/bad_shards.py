@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dtrain.data.shards.shard_file import components, redacted
 from dtrain.errors import shortened
 from dtrain.files import read_json, replace_file
+from dtrain.urls import components, redacted
 
 REFUSE, SKIP = "refuse", "skip"
 #: Name of the record in a run directory.

@@ -36,10 +36,11 @@ from dtrain.data.order.randomness import hash64
 from dtrain.data.shards.bad_shards import SKIP, BadShards, some_reasons
 from dtrain.data.shards.node_cache import CachePolicy
 from dtrain.data.shards.patterns import names
-from dtrain.data.shards.shard_file import Stamp, absolute, is_url, redacted, stamp_of, without_url_secrets
+from dtrain.data.shards.shard_file import Stamp, stamp_of
 from dtrain.data.shards.shard_index import ShardIndex, decode_name, load_or_build
 from dtrain.data.shards.tar import ShardError
 from dtrain.files import cache_dir, create_folder
+from dtrain.urls import absolute, is_url, redacted, without_url_secrets
 
 _THREADS = 16  # for slow storage; on fast disks they do not help, because parsing headers holds the GIL
 _VERSION = 3

@@ -17,8 +17,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from dtrain.data.shards.shard_file import RemoteFile, is_url, local_path, redacted
+from dtrain.data.shards.shard_file import RemoteFile
 from dtrain.files import MAX_JSON_BYTES, read_bounded
+from dtrain.urls import is_url, local_path, redacted
 
 _MARK = "@"
 

@@ -41,16 +41,14 @@ from dtrain.data.shards.shard_file import (
     RemoteFile,
     ShardChanged,
     Stamp,
-    absolute,
     check_unchanged,
-    is_url,
     open_shard,
-    redacted,
     shard_changed,
     stamp_of,
 )
 from dtrain.errors import Explained
 from dtrain.files import cache_dir, is_own, is_own_file, own_folder
+from dtrain.urls import absolute, is_url, redacted
 
 # Larger reads are no faster on network file systems and object stores.
 _PIECE = 8 << 20

@@ -18,9 +18,10 @@ from contextlib import contextmanager
 
 from braceexpand import braceexpand
 
+from dtrain import urls
 from dtrain.data.shards import shard_file
 from dtrain.data.shards.lists import is_list, read_list
-from dtrain.data.shards.shard_file import absolute, components, is_url, local_path, redacted
+from dtrain.urls import absolute, components, is_url, local_path, redacted
 
 _DECOMPRESS = {
     **dict.fromkeys((".tar.gz", ".tgz"), "gunzip"),
@@ -197,7 +198,7 @@ def _refuse_unreachable(path: str) -> None:
                 f"with {command}; compression hardly makes a tar of images smaller."
             )
     if is_url(path):
-        shard_file.check_known(path)
+        urls.check_known(path)
 
 
 def _nothing_there(pattern: str, written: Sequence[str], missing: Sequence[str]) -> ValueError | FileNotFoundError:

@@ -42,9 +42,10 @@ import safetensors.numpy
 
 from dtrain.data.shards.http_ranges import NoRanges
 from dtrain.data.shards.node_cache import CacheFull, CachePolicy
-from dtrain.data.shards.shard_file import ReadAhead, RemoteFile, Stamp, absolute, is_url, stamp_of, walk_reads_all
+from dtrain.data.shards.shard_file import ReadAhead, RemoteFile, Stamp, stamp_of, walk_reads_all
 from dtrain.data.shards.tar import ShardError, Walkable, walk
 from dtrain.files import cache_dir, replace_file
+from dtrain.urls import absolute, is_url
 
 #: Splits a name into key and extension; None where it has no key. webdataset's `base_plus_ext` on bytes.
 split_name = re.compile(rb"^((?:.*/|)[^.]+)[.]([^/]*)$").match

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
-from dtrain.data.shards.shard_file import redacted
+from dtrain.urls import redacted
 
 _BLOCK = 512
 _ZEROS = bytes(_BLOCK)

@@ -43,10 +43,10 @@ from dtrain.data.shards.shard_file import (
     Stamp,
     check_unchanged,
     open_shard,
-    redacted,
 )
 from dtrain.data.shards.tar import has_end_mark
 from dtrain.data.sources.source import OpenReaders, Reader, Source
+from dtrain.urls import redacted
 
 #: Larger members are not read: a worker and the batch would each hold a copy.
 MAX_MEMBER_BYTES = 2**30

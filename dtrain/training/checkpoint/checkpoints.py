@@ -38,15 +38,17 @@ from dtrain.config.schema import CheckpointConfig
 from dtrain.distributed.collectives import from_rank0
 from dtrain.distributed.world import World
 from dtrain.errors import ConfigError, as_config_error
-from dtrain.files import fsync_path, open_regular, remove, replace_file, replace_folder, restore_replaced
-from dtrain.training.checkpoint.manifest import (
-    MANIFEST,
-    Manifest,
-    compare,
-    first_damaged,
-    read_manifest,
+from dtrain.files import (
+    fsync_path,
+    open_regular,
+    remove,
+    replace_file,
+    replace_folder,
+    restore_replaced,
     size_and_hash,
 )
+from dtrain.runs.run_dir import retained_steps
+from dtrain.training.checkpoint.manifest import MANIFEST, Manifest, compare, first_damaged, read_manifest
 from dtrain.training.checkpoint.rest import Rest
 from dtrain.training.checkpoint.tensors import (
     Part,
@@ -391,11 +393,9 @@ class Checkpoints:
 
     def _delete_old(self, saved: int) -> None:
         steps = self.steps()
-        keep = {self.best_step(), *[step for step in steps if step <= saved][-self._keep_last :]}
-        if self._keep_every is not None:
-            keep.update(step for step in steps if step % self._keep_every == 0)
+        keep = retained_steps(steps, saved, self._keep_last, self._keep_every, self.best_step())
         for step in steps:
-            if step > saved or step not in keep:
+            if step not in keep:
                 # A folder that cannot be deleted costs disk space; it is no reason to end the run.
                 remove(self.path(step))
 

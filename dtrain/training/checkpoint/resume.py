@@ -40,10 +40,12 @@ from dtrain.runs.run_spec import RunSpec
 from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints, read_folder, verify_folder
 from dtrain.training.checkpoint.fork import Fork, fork_of
 from dtrain.training.checkpoint.manifest import MANIFEST
+from dtrain.training.checkpoint.mirror import checkpoint_on_all_machines
 from dtrain.training.checkpoint.rest import BuiltRest, Rest, source_of_rest
 from dtrain.training.checkpoint.state import TrainState, copy_into, weight_problems
 from dtrain.training.checkpoint.tensors import StoredTensor, read_whole
 from dtrain.training.schedule import step_limits
+from dtrain.urls import redacted
 
 # Set by torchrun, SLURM and dtrain's batch script when they start the same command again.
 _AUTOMATIC_STARTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "DTRAIN_STARTS")
@@ -58,6 +60,7 @@ class EarlierStarts:
         status: Content of ``status.json``; None without one.
         changes: What this command changes, such as ``train.max_steps: 50 -> 100``.
         problems: A line for each file that is damaged and not used.
+        source: Folder on rank 0's machine that has all of this, relative to the run directory: ".", or of fetched files.
         moved_aside: Whether ``prepare`` moves all records aside, for ``run.resume=never``.
     """
 
@@ -65,17 +68,24 @@ class EarlierStarts:
     status: Mapping[str, Any] | None = None
     changes: Sequence[str] = field(default_factory=list)
     problems: Sequence[str] = field(default_factory=list)
+    source: str = "."
     moved_aside: bool = False
 
     @classmethod
-    def from_config(cls, cfg: Config, spec: RunSpec) -> EarlierStarts:
-        """Collective. Reads the run directory.
+    def from_config(cls, cfg: Config, spec: RunSpec, source: Path | None = None) -> EarlierStarts:
+        """Collective. Reads the run directory, or what was fetched for it.
+
+        Args:
+            cfg: The composed config.
+            spec: The run.
+            source: What was fetched; None: the run directory.
 
         Raises:
             ConfigError: On every rank, if the directory has a different run, or ``run.resume`` does not allow what there is, or
                 there is no whole checkpoint although the run shows progress.
         """
-        mode = cfg.run.resume
+        mode, relative = cfg.run.resume, os.path.relpath(source or spec.dir, spec.dir)
+        spec = replace(spec, dir=source or spec.dir)
         if mode == "never" and any(os.environ.get(name) not in (None, "", "0") for name in _AUTOMATIC_STARTS):
             mode = "auto"  # it is about the first start of a job; its restarts continue the new run
 
@@ -99,10 +109,9 @@ class EarlierStarts:
                         f"run.resume=never, but {checkpoints.directory} has a checkpoint of step {step}. Leave run.resume out "
                         "to resume, or use a different run.dir for a new run."
                     )
-                return asdict(cls(moved_aside=bool(progress)))
-            earlier = cls(
-                step, status, changes, [*problems, *(f"skipped a broken checkpoint: {line}" for line in broken)]
-            )
+                return asdict(cls(source=relative, moved_aside=bool(progress)))
+            skipped = (f"skipped a broken checkpoint: {line}" for line in broken)
+            earlier = cls(step, status, changes, [*problems, *skipped], relative)
             if step is None and mode == "must":
                 raise ConfigError(_without_checkpoint("run.resume=must, but", checkpoints, progress))
             is_done = earlier.finished and not changes  # as nothing_left says
@@ -124,7 +133,7 @@ class EarlierStarts:
         """
         fork = Fork.parse(cfg.run)
         if self.checkpoint is not None:
-            origin = spec.dir
+            origin = spec.dir / self.source
         elif fork is not None and fork.keeps_data:
             origin = Path(fork.dir)
         else:
@@ -209,11 +218,16 @@ def restore(run: TrainState, earlier: EarlierStarts) -> str:
         ConfigError: On every rank, if the checkpoint or the weights do not fit the model.
     """
     if earlier.checkpoint is not None:
-        step = earlier.checkpoint
-        checkpoint = on_all_ranks(lambda: run.checkpoints.load(step))
-        build_rest(run, checkpoint)
-        on_all_ranks(lambda: run.restore(checkpoint))
-        return f"after step {run.step.step}, from {run.checkpoints.path(step)}"
+        own = run.checkpoints.path(earlier.checkpoint)
+        folder = Path(os.path.normpath(run.run_dir / earlier.source))
+        fetched = Checkpoints(folder / "checkpoints").path(earlier.checkpoint)
+        source = own if earlier.source == "." else fetched
+        with checkpoint_on_all_machines(source, run.world, run.run_dir, is_sharded=run.is_sharded) as folder:
+            checkpoint = on_all_ranks(lambda: read_folder(folder))
+            build_rest(run, checkpoint)
+            on_all_ranks(lambda: run.restore(checkpoint))
+        mirror = f" of {redacted(str(run.cfg.checkpoint.mirror))}" if source != own else ""
+        return f"after step {run.step.step}, from {own.name if mirror else own}{mirror}"
     if (fork := fork_of(run.cfg.run, run.cfg.optimizer)) is not None:
         forked = on_all_ranks(fork.load)
         build_rest(run, forked)
@@ -282,8 +296,13 @@ def _load_starting_weights(run: TrainState) -> str:
     return weights.description
 
 
-def pin_weights(cfg: Config, spec: RunSpec) -> tuple[Config, RunSpec]:
+def pin_weights(cfg: Config, spec: RunSpec, source: Path | None = None) -> tuple[Config, RunSpec]:
     """Collective. The config and the run with initial weights of the hub pinned to a commit.
+
+    Args:
+        cfg: The composed config.
+        spec: The run.
+        source: Folder with the config of earlier starts, which have found the commit; None: the run directory.
 
     Raises:
         ConfigError: On every rank, if a name is wrong or the hub cannot be reached.
@@ -296,7 +315,7 @@ def pin_weights(cfg: Config, spec: RunSpec) -> tuple[Config, RunSpec]:
     def pinned() -> dict[str, str]:
         found = {}
         for key, url in urls.items():
-            model, saved = HubModel.parse(key, url), spec.saved_value(key)
+            model, saved = HubModel.parse(key, url), replace(spec, dir=source or spec.dir).saved_value(key)
             # A run of another user may have any text as its commit, even an interpolation.
             is_same = isinstance(saved, str) and re.fullmatch(re.escape(f"hf://{model.name}@") + "[0-9a-f]{40}", saved)
             found[key] = saved if is_same else str(model.at_commit())

@@ -78,6 +78,7 @@ class TrainState:
             neither the run's checkpoints nor the one to restore lack them.
         ended_early: The reason given to ``end_early``; None without.
         compile_cache: Artefacts of ``train.compile``; None if nothing is compiled.
+        mirror_status: Returns the state of uploads for status.json, on rank 0; None without ``checkpoint.mirror``.
     """
 
     cfg: Config
@@ -97,6 +98,7 @@ class TrainState:
     rest: BuiltRest | None = field(default=None, init=False)
     ended_early: str | None = field(default=None, init=False)
     compile_cache: CompileCache | None = None
+    mirror_status: Callable[[], Mapping[str, Any]] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self._initial_groups = group_values(self.optimizer)  # before the optimizer changes them
@@ -292,7 +294,8 @@ class TrainState:
         everything, trained = parameter_counts(self.model)
         loaders = {"train": self.train_loader, "eval": self.eval_loader}
         data = {name: loader.index.fingerprint for name, loader in loaders.items() if loader is not None}
-        return {**self.totals.times(), "parameters": everything, "trained_parameters": trained, "data": data}
+        mirror = {"mirror": dict(self.mirror_status())} if self.mirror_status is not None else {}
+        return {**self.totals.times(), "parameters": everything, "trained_parameters": trained, "data": data, **mirror}
 
     def rebuild_schedule(self) -> None:
         """Lays the schedule out for the data as they were at the run's first start, which the loader knows by now."""

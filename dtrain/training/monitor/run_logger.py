@@ -39,6 +39,7 @@ from dtrain.runs.run_dir import write_status
 from dtrain.runs.run_spec import RunSpec, config_without_secrets
 from dtrain.runs.starts import STEPS, Start, StepLog, record_start
 from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks, describe_trackers
+from dtrain.training.checkpoint.mirror import MirrorUploads
 from dtrain.training.checkpoint.state import TrainState, device_kind
 from dtrain.training.monitor.communication import run_traffic
 from dtrain.training.schedule import cut_short, schedule_horizon
@@ -47,6 +48,7 @@ from dtrain.training.setup.loaders import eval_loader
 from dtrain.training.setup.model import CompilerLog
 from dtrain.training.step import StepOutcome
 from dtrain.training.task import Evaluation, IllustratingTask
+from dtrain.urls import redacted
 
 #: Least time between two drawings.
 SECONDS_BETWEEN = 60.0
@@ -65,6 +67,7 @@ class RunLogger:
 
     Attributes:
         media: Makes media after evaluations.
+        uploads: Copies the run to its mirror, on rank 0; None without ``checkpoint.mirror``.
     """
 
     def __init__(self, run: TrainState, last_step: int, sinks: Sinks | NullSinks, steps: StepLog | None = None) -> None:
@@ -75,6 +78,7 @@ class RunLogger:
         self._spec: RunSpec | None = None  # on rank 0 of a run that is recorded
         self._status_at = float("-inf")
         self._compiler = CompilerLog(run.model, self.note)
+        self.uploads: MirrorUploads | None = None
         self.media = MediaLogger(run, sinks)
         run.media_sink = sinks.media
 
@@ -146,6 +150,8 @@ class RunLogger:
         """Logs the record of a step and messages of the compiler, and updates the status if it is old."""
         self.record(record)
         self.write_steps()
+        if self.uploads is not None:
+            self.uploads.poll()
         self.status(at_most_every=_STATUS_EVERY)
         self._compiler.report()
 
@@ -169,7 +175,9 @@ class RunLogger:
         self._status_at = time.monotonic()
 
     def saved(self, path: Path, step: int, is_best: bool) -> None:
-        """Passes a written checkpoint to wandb, if ``tracker.artifacts`` is set; any thread may call."""
+        """Passes a written checkpoint to the mirror, and to wandb if ``tracker.artifacts`` is set; any thread may call."""
+        if self.uploads is not None:
+            self.uploads.saved(path, step)
         self._sinks.checkpoint(path, step, is_best)
 
     def note(self, line: str) -> None:
@@ -291,7 +299,7 @@ def describe_start(run: TrainState, spec: RunSpec, segment: Mapping[str, Any]) -
 
 
 def write_final_status(run: TrainState, state: str, reason: str | None, last_step: int) -> None:
-    """On rank 0: writes the final status.json, and prints state and directory of the run.
+    """Writes the final status.json: on rank 0, and on the first rank of each machine with a run directory of its own.
 
     Args:
         run: The run.
@@ -299,14 +307,17 @@ def write_final_status(run: TrainState, state: str, reason: str | None, last_ste
         reason: Why the run ended early; None if it did not.
         last_step: Attempted step after which the run is finished.
     """
-    if run.world.rank != 0:
-        return
     step = run.step.step
     last_step = step if state == "finished" else last_step  # a hook may have ended the run before
     write_status(run.run_dir, state, step, reason, last_step=last_step, **run.status_entries())
-    # A run is not failed because nobody reads its output any more.
-    with until_reader_leaves():
-        print(f"{state} at step {step}{f' ({reason})' if reason else ''}: {run.run_dir}", flush=True)
+
+
+def print_end(run: TrainState, state: str, reason: str | None) -> None:
+    """On rank 0: prints state and directory of a run that has ended; arguments as ``write_final_status``."""
+    if run.world.rank == 0:
+        # A run is not failed because nobody reads its output any more.
+        with until_reader_leaves():
+            print(f"{state} at step {run.step.step}{f' ({reason})' if reason else ''}: {run.run_dir}", flush=True)
 
 
 def print_start_banner(spec: RunSpec, run: TrainState, start: str, last_step: int, rows: Mapping[str, str]) -> None:
@@ -363,6 +374,7 @@ def banner_rows(spec: RunSpec, run: TrainState, start: str, last_step: int) -> d
         "BatchNorm": f"masked rows are in its statistics ({fixed})" if fixed else "",
         "communication": run_traffic(run).describe(),
         "records": describe_trackers(cfg.tracker, spec.dir),
+        "mirror": redacted(cfg.checkpoint.mirror or ""),
         "versions": f"torch {torch.__version__}, Python {sys.version.split()[0]}",
     }
 

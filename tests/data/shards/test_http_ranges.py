@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dtrain import urls
 from dtrain.data.shards import shard_file
 from dtrain.data.shards.http_ranges import NoRanges
 from dtrain.data.shards.shard_file import RemoteFile, ShardChanged
@@ -30,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 @pytest.fixture
 def server(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
     pytest.importorskip("aiohttp", reason="http needs aiohttp: pip install 'dtrain[http]'")
-    monkeypatch.setattr(shard_file, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(urls, "_FIRST_PAUSE", 0.01)
     with serving(path.parent) as server:
         yield server
 

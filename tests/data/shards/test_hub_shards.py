@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from dtrain import urls
 from dtrain.data import ShardLoader
 from dtrain.data.shards import shard_file
 from dtrain.data.shards.node_cache import CachePolicy
@@ -160,6 +161,6 @@ def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyP
     def missing(*arguments: Any, **options: Any) -> None:
         raise ImportError("Install huggingface_hub to access HfFileSystem")
 
-    monkeypatch.setattr(shard_file.fsspec.core, "url_to_fs", missing)
+    monkeypatch.setattr(urls.fsspec.core, "url_to_fs", missing)
     with refused(ModuleNotFoundError, "hf://", "", "pip install 'dtrain[hf]'"):
         RemoteFile(f"{URL}/x.tar")

@@ -23,7 +23,8 @@ from typing import Any
 
 import pytest
 
-from dtrain.data.shards import node_cache, shard_file
+from dtrain import urls
+from dtrain.data.shards import node_cache
 from dtrain.data.shards.node_cache import CacheFull, CacheInUse, CachePolicy, NodeCache
 from dtrain.data.shards.shard_file import LocalFile, ShardChanged, Stamp, stamp_of
 from tests.http_server import FileServer, serving
@@ -46,7 +47,7 @@ def cache(tmp_path: Path) -> NodeCache:
 @pytest.fixture
 def server(tmp_path: Path, shards: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
     pytest.importorskip("aiohttp", reason="http needs aiohttp: pip install 'dtrain[http]'")
-    monkeypatch.setattr(shard_file, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(urls, "_FIRST_PAUSE", 0.01)
     with serving(tmp_path / "data") as server:
         yield server
 

@@ -14,21 +14,11 @@ from typing import cast
 import fsspec
 import pytest
 
-from dtrain.data.shards import shard_file
+from dtrain import urls
 from dtrain.data.shards.http_ranges import NoRanges
-from dtrain.data.shards.shard_file import (
-    ReadAhead,
-    RemoteFile,
-    ShardChanged,
-    absolute,
-    components,
-    is_url,
-    local_path,
-    redacted,
-    scheme,
-    without_url_secrets,
-)
+from dtrain.data.shards.shard_file import ReadAhead, RemoteFile, ShardChanged
 from dtrain.data.shards.tar import walk
+from dtrain.urls import absolute, components, is_url, local_path, redacted, scheme, without_url_secrets
 from tests.http_server import FileServer, serving
 from tests.refusals import refused
 from tests.shards import tar_bytes, tarfile_files
@@ -39,7 +29,7 @@ CONTENT = bytes(place % 251 for place in range(100_000))
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
     pytest.importorskip("aiohttp", reason="http needs aiohttp: pip install 'dtrain[http]'")
-    monkeypatch.setattr(shard_file, "_FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(urls, "_FIRST_PAUSE", 0.01)
     (tmp_path / "x.tar").write_bytes(CONTENT)
     with serving(tmp_path) as server:
         yield server
@@ -63,7 +53,7 @@ def test_what_passes_is_tried_again(server: FileServer) -> None:
 
 
 def test_what_does_not_pass_is_told_without_secrets(server: FileServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shard_file, "_MAX_ATTEMPTS", 3)
+    monkeypatch.setattr(urls, "_MAX_ATTEMPTS", 3)
     url = server.url("x.tar").replace("//", "//me:secret@") + "?token=secret"
     file = RemoteFile(url)
     server.failures = [503] * 3
@@ -188,7 +178,7 @@ def test_a_package_that_is_missing_is_named_with_the_command(monkeypatch: pytest
 
 def test_an_unknown_kind_of_url_is_refused() -> None:
     with pytest.raises(ValueError, match="tape://"):
-        shard_file.check_known("tape://robot/x.tar")
+        urls.check_known("tape://robot/x.tar")
 
 
 def test_a_forked_worker_that_reads_leaves_its_parent_its_connections(server: FileServer) -> None:

@@ -17,6 +17,7 @@ import safetensors.torch
 import torch
 
 from dtrain.errors import ConfigError
+from dtrain.files import size_and_hash
 from dtrain.training.checkpoint import checkpoints as module
 from dtrain.training.checkpoint import manifest as manifest_module
 from dtrain.training.checkpoint.checkpoints import (
@@ -28,7 +29,6 @@ from dtrain.training.checkpoint.checkpoints import (
     read_folder,
     verify_folder,
 )
-from dtrain.training.checkpoint.manifest import size_and_hash
 from dtrain.training.checkpoint.tensors import Part
 from tests.ranks import run_ranks
 from tests.refusals import assert_refused, refused

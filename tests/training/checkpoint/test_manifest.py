@@ -11,10 +11,10 @@ import pytest
 
 from dtrain.distributed.world import World
 from dtrain.errors import ConfigError
-from dtrain.files import MAX_JSON_BYTES
+from dtrain.files import MAX_JSON_BYTES, size_and_hash
 from dtrain.training.checkpoint import manifest as module
 from dtrain.training.checkpoint.checkpoints import BadCheckpoint, Checkpoints, verify_folder
-from dtrain.training.checkpoint.manifest import read_manifest, size_and_hash
+from dtrain.training.checkpoint.manifest import read_manifest
 from dtrain.training.checkpoint.tensors import rank_file
 from tests.refusals import refused
 from tests.training.checkpoint.test_sharded_saves import manager, on_ranks
