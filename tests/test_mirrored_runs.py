@@ -36,16 +36,30 @@ RUN = (
     "checkpoint.best=null",
     "train.max_epochs=null",
 )
-#: A step takes long enough that uploads and steps alternate.
-PACED = "train.hooks=[{_target_: tests.test_mirrored_runs.Pace}]"
 _DEADLINE = 250.0  # seconds
 
 
 class Pace:
-    """A hook that makes steps of a tiny model take some time."""
+    """A hook that makes steps take long enough that uploads and steps alternate, on any machine.
 
-    def on_step(self, run: object, outcome: StepOutcome) -> None:
-        time.sleep(0.02)
+    Args:
+        quick: Number of steps of this start that take 20 ms; a later one takes a second.
+        until: A file; steps after the sixth wait until it exists.
+    """
+
+    def __init__(self, quick: int = 1_000_000, until: str | None = None) -> None:
+        self._left, self._until = quick, until
+
+    def on_step(self, run: Any, outcome: StepOutcome) -> None:
+        self._left -= 1
+        time.sleep(0.02 if self._left >= 0 else 1)
+        while self._until and run.step.step > 6 and not Path(self._until).exists():  # after the first save
+            time.sleep(0.01)
+
+
+def paced(**arguments: int | str) -> str:
+    text = ", ".join(f"{name}: {value}" for name, value in arguments.items())
+    return f"train.hooks=[{{_target_: tests.test_mirrored_runs.Pace, {text}}}]"
 
 
 _started: list[subprocess.Popen[bytes]] = []
@@ -62,7 +76,7 @@ def bucket() -> Iterator[tuple[FaultyProxy, Any]]:
 
 def start(run_dir: Path, *overrides: str, ranks: int = 1) -> subprocess.Popen[bytes]:
     """A start of the run; with several ranks under the real torchrun."""
-    arguments = [*RUN, PACED, f"run.dir={run_dir}", f"checkpoint.mirror={MIRROR}", *overrides]
+    arguments = [*RUN, f"run.dir={run_dir}", f"checkpoint.mirror={MIRROR}", *overrides]
     # A whole interpreter where the kill of every process is what is tested.
     command = [forked_python(), "-m", "dtrain.train"]
     if ranks > 1:
@@ -113,6 +127,11 @@ def whole_in(client: Any) -> list[tuple[int, int]]:
     return sorted((int(found[1]), int(found[2])) for key in keys if (found := form.fullmatch(key)))
 
 
+def claims(client: Any) -> int:
+    """Number of starts that have claimed the mirror."""
+    return len(client.list_objects_v2(Bucket="bucket", Prefix="runs/mine/claims/").get("Contents", []))
+
+
 def manifests(proxy: FaultyProxy, first: int) -> int:
     """Checkpoints that were completed since a request."""
     return sum(method == "PUT" and path.endswith("/manifest.json") for method, path in proxy.requests[first:])
@@ -134,7 +153,7 @@ def lose_machines(
         # Within the uploads that follow some complete ones; the first kill may come before any is complete.
         after, complete = chance.randrange(1, 45), chance.randrange(0, 3) if number == 0 else chance.randrange(1, 3)
         first = len(proxy.requests)
-        process = start(machine / "run", f"train.max_steps={steps}", ranks=ranks)
+        process = start(machine / "run", f"train.max_steps={steps}", paced(quick=40), ranks=ranks)
         assert until((machine / "run" / "status.json").exists, process), "it has ended"
         assert until(lambda first=first, complete=complete: manifests(proxy, first) >= complete, process), (
             "it has ended"
@@ -187,7 +206,10 @@ def test_twenty_machines_are_lost(bucket: tuple[FaultyProxy, Any], tmp_path: Pat
 @pytest.mark.slow
 def test_of_two_starts_at_once_one_has_the_mirror(bucket: tuple[FaultyProxy, Any], tmp_path: Path) -> None:
     proxy, client = bucket
-    both = [start(tmp_path / name / "run", "train.max_steps=120") for name in "ab"]
+    pace = paced(until=str(tmp_path / "both have claimed it"))
+    both = [start(tmp_path / name / "run", "train.max_steps=120", pace) for name in "ab"]
+    assert until(lambda: claims(client) >= 2, both[0]), "it has ended"
+    (tmp_path / "both have claimed it").touch()
     assert [process.wait(_DEADLINE) for process in both] == [0, 0]
     states = [status(tmp_path / name / "run")["mirror"] for name in "ab"]
     (loser,) = (state for state in states if state["superseded"])
@@ -198,7 +220,7 @@ def test_of_two_starts_at_once_one_has_the_mirror(bucket: tuple[FaultyProxy, Any
     put = [path.partition("?")[0] for method, path in proxy.requests if method == "PUT" and of_winner.match(path)]
     assert put
     assert len(put) == len(set(put)), "an object was written twice"
-    elsewhere = start(tmp_path / "c" / "run", "train.max_steps=120")
+    elsewhere = start(tmp_path / "c" / "run", "train.max_steps=120", pace)
     assert elsewhere.wait(_DEADLINE) == 0
     compare(tmp_path / "c" / "run", tmp_path, 120)
 
@@ -215,18 +237,18 @@ def test_a_bucket_that_fails_stops_no_training(bucket: tuple[FaultyProxy, Any], 
         return requests.choices([None, "cut", "lost", 503], [8, 1, 1, 1])[0] if method in ("PUT", "POST") else None
 
     proxy.fault = fault
-    first = start(tmp_path / "a" / "run", "train.max_steps=200", "checkpoint.mirror_seconds=1")
+    first = start(tmp_path / "a" / "run", "train.max_steps=60", "checkpoint.mirror_seconds=1", paced(quick=20))
     assert until(lambda: len(whole_in(client)) > 1, first), "nothing was uploaded"
     ends.append(True)
     assert first.wait(_DEADLINE) == 0
     state = status(tmp_path / "a" / "run")
-    assert (state["state"], state["step"]) == ("finished", 200)
-    assert state["mirror"]["step"] < 200
+    assert (state["state"], state["step"]) == ("finished", 60)
+    assert state["mirror"]["step"] < 60
     assert state["mirror"]["error"]
     log = (tmp_path / "a" / "run" / "logs" / "rank-00000.log").read_text()
     assert "checkpoint.mirror_seconds=1" in log
     assert log.count("cannot be written") <= 3, "it warns at each attempt"
     proxy.fault = lambda method, path: None
     # Elsewhere it continues from what was uploaded.
-    assert start(tmp_path / "b" / "run", "train.max_steps=200").wait(_DEADLINE) == 0
-    compare(tmp_path / "b" / "run", tmp_path, 200)
+    assert start(tmp_path / "b" / "run", "train.max_steps=60").wait(_DEADLINE) == 0
+    compare(tmp_path / "b" / "run", tmp_path, 60)
