@@ -32,7 +32,7 @@ from dtrain.data.order.randomness import seed_generators
 from dtrain.distributed.collectives import from_rank0
 from dtrain.distributed.sharding import check_accumulation, local_part
 from dtrain.errors import ConfigError, in_brief
-from dtrain.files import replace_file
+from dtrain.files import read_json, replace_file
 from dtrain.training.breakpoints import without_breakpoints
 from dtrain.training.build import wrap
 from dtrain.training.checkpoint.state import TrainState, device_kind
@@ -105,8 +105,7 @@ def _search(run: TrainState) -> tuple[int, list[str]]:
     """Collective. The largest size that fits, and lines for the user."""
     loader = run.train_loader
     share = loader.rows_per_micro_batch
-    batch = _largest_first(next(iter(loader)))
-    loader.close()
+    batch = _largest_first(loader.peek())
     _require_recoverable(run, batch)
     guess, lines = _guess(run, batch, share)
     sizes = _divisors(share)
@@ -327,7 +326,7 @@ def _alone(run: TrainState, window: Iterator[Batch], micro_batches: int) -> None
 
 def _entries(run_dir: Path) -> list[dict[str, Any]]:
     try:
-        entries = json.loads((run_dir / FILE).read_text(encoding="utf-8"))
+        entries = read_json(run_dir / FILE)
     except (OSError, ValueError):
         return []
     return [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []

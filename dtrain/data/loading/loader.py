@@ -356,6 +356,15 @@ class ShardLoader:
         self._iterator, self._uncommitted = None, 0
         self._end_stream()
 
+    def peek(self) -> Batch:
+        """The first micro-batch after the committed position, which does not count as received; closes the loader."""
+        budget, self._budget = self._budget, copy(self._budget)
+        try:
+            return next(iter(self))
+        finally:
+            self.close()
+            self._budget, self._uncommitted = budget, 0
+
     def state_dict(self) -> dict[str, Any]:
         """The committed position, equal on all ranks; valid for any number of ranks and workers and any batch size."""
         return self._position.state_dict()

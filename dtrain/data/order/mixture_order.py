@@ -281,6 +281,14 @@ class MixtureOrder:
         check_bounds("step", steps, self.first_step, self.num_steps)
         check_bounds("slot", slots, -1, self._batch)
         each, row = np.unique(steps, return_inverse=True)
+        together = max(1, _LOCATED_TOGETHER // (self._sources.lanes * len(self._sources.sizes)))
+        if len(each) > together:  # a step has as many cells as there are lanes of all sources
+            steps, slots, part = np.broadcast_arrays(steps, slots, row.reshape(steps.shape) // together)
+            parts = np.empty(slots.shape, np.int64)
+            for number in range(-(-len(each) // together)):
+                here = part == number
+                parts[here] = self._located(steps[here], slots[here], beside=beside)
+            return parts
         run_steps = self.start + np.concatenate([each, each + 1])
         before, after = np.split(self._sources.lane_positions(self._deal.at(run_steps)), 2)
         # A cell is what one source gives from one lane in one step. The cells of a step are ordered by lane, then by source.

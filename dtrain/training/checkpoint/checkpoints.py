@@ -320,7 +320,12 @@ class Checkpoints:
         Raises:
             BadCheckpoint: On every rank, if one is missing or differs; names it.
         """
-        verify_folder(Path(from_rank0(lambda: str(self.path(step)))))
+
+        def folder() -> str:
+            with as_config_error("run.dir"):
+                return str(self.path(step))
+
+        verify_folder(Path(from_rank0(folder)))
 
     def newest_good(self) -> tuple[int | None, list[str]]:
         """Collective. Finds the newest whole checkpoint.

@@ -87,7 +87,13 @@ def first_damaged(folder: Path, files: Manifest, *, divided: bool) -> str | None
 
     # A folder that rank 0 sees and this machine does not is no damage: an older checkpoint would be no better. Listing asks
     # the server; a network file system may answer for a single name from its cache.
-    if mine and rank and not (folder.parent.is_dir() and folder.name in os.listdir(folder.parent)):
+    def is_visible() -> bool:
+        try:
+            return folder.name in os.listdir(folder.parent)
+        except OSError:  # raised here, it would leave the other ranks waiting
+            return False
+
+    if mine and rank and not is_visible():
         found: tuple[int, str] | None = (-1, socket.gethostname())
     else:
         with ThreadPoolExecutor(_THREADS) as threads:

@@ -113,7 +113,8 @@ class CompileCache:
         try:
             with self._own_folder() as folder:
                 parts = _read(folder, self.path.name)
-                os.utime(self.path.name, dir_fd=folder, follow_symlinks=False)
+                with suppress(OSError):  # a cache that may only be read is used, too
+                    os.utime(self.path.name, dir_fd=folder, follow_symlinks=False)
             loaded = [torch.compiler.load_cache_artifacts(part.content) for part in parts]
         except FileNotFoundError:
             return []
