@@ -213,7 +213,9 @@ def test_a_later_start_does_not_search_again_and_other_ranks_have_their_own_size
     assert "micro-batches of 16 rows, as found by an earlier start" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("content", ["", "{}", '{"micro_batch_size": 1}', "[1]", '[{"micro_batch_size": 1}]'])
+@pytest.mark.parametrize(
+    "content", ["", "{}", '{"micro_batch_size": 1}', "[1]", '[{"micro_batch_size": 1}]', "[" * 10**5], ids=range(6)
+)
 def test_a_file_that_says_nothing_about_this_run_is_no_help(tmp_path: Path, content: str) -> None:
     (tmp_path / micro_batch.FILE).write_text(content)
     assert micro_batch._known(tmp_path, {"rows_of_a_rank": 8}) is None

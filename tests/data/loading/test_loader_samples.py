@@ -88,6 +88,21 @@ def test_more_bad_samples_than_the_budget_allows_end_the_run(tmp_path: Path, num
     loader.close()
 
 
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_batch_that_was_only_looked_at_is_given_again_and_its_bad_samples_count_once(
+    tmp_path: Path, num_workers: int
+) -> None:
+    shards = torn_shards(tmp_path, [0])
+    options = {"global_batch_size": 8, "shuffle": "none", "limits": Limits(max_bad=1), "num_workers": num_workers}
+    loader = make_loader(shards, IMAGE | LABEL, **options)
+    assert len(loader.peek().bad) == 1
+    loader.divide(4)
+    batches = list(loader)
+    loader.close()
+    assert sum(len(batch.bad) for batch in batches) == 1
+    assert len(valid_keys(batches)) == 39
+
+
 def test_masked_rows_are_no_samples_to_the_budget(tmp_path: Path) -> None:
     loader = make_loader(
         torn_shards(tmp_path, range(20)), IMAGE | LABEL, global_batch_size=100, limits=Limits(max_bad=0.3)

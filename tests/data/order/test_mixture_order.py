@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtrain.data.order import mixture_order
 from dtrain.data.order.epoch_order import EpochOrder, Layout
 from dtrain.data.order.lines import Recipe
 from dtrain.data.order.mixture_order import Deal, Schedule
@@ -326,6 +327,16 @@ def test_partners_are_of_the_same_epoch_of_the_same_source() -> None:
     assert pairs
     # Of a lane of odd length, the last sample has the one before it, which has another partner.
     assert sum(lookup[other] == one for one, other in pairs) >= len(pairs) - 1
+
+
+def test_many_steps_are_located_in_parts_and_the_parts_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    order = position([90, 300], Plan(12, constant(1, 1), 0), lanes=4).order
+    steps = np.arange(order.num_steps)[:, None]
+    slots = np.array([3, -1, 7])  # -1 is a masked row
+    whole = order.locate(steps, slots), order.partners(steps, slots)
+    monkeypatch.setattr(mixture_order, "_LOCATED_TOGETHER", 20)
+    assert (order.locate(steps, slots) == whole[0]).all()
+    assert (order.partners(steps, slots) == whole[1]).all()
 
 
 def test_shards_ahead_are_those_that_the_slots_read_next() -> None:

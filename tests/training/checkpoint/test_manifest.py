@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +99,21 @@ def test_of_several_damaged_files_all_ranks_name_the_first(sharded: Checkpoints)
     assert "No such file" in message
 
 
-def test_a_machine_that_does_not_see_the_checkpoint_is_named_and_no_older_one_is_used(sharded: Checkpoints) -> None:
+def _empty(folder: object) -> list[str]:
+    return []
+
+
+def _gone(folder: object) -> list[str]:
+    raise OSError(errno.ESTALE, "Stale file handle")
+
+
+@pytest.mark.parametrize("listdir", [_empty, _gone])
+def test_a_machine_that_does_not_see_the_checkpoint_is_named_and_no_older_one_is_used(
+    sharded: Checkpoints, listdir: Callable[[object], list[str]]
+) -> None:
     def rank(world: World) -> str:
         if world.rank == 1:
-            pytest.MonkeyPatch().setattr(os, "listdir", lambda folder: [])
+            pytest.MonkeyPatch().setattr(os, "listdir", listdir)
             pytest.MonkeyPatch().setattr(module.socket, "gethostname", lambda: "node-7")
         with pytest.raises(ConfigError) as error:
             sharded.newest_good()
@@ -111,6 +124,18 @@ def test_a_machine_that_does_not_see_the_checkpoint_is_named_and_no_older_one_is
     assert "node-7" in message
     assert str(sharded.path(20)) in message
     assert "share" in message
+
+
+def test_what_rank_0_cannot_look_at_ends_all_ranks_with_its_reason(sharded: Checkpoints) -> None:
+    def rank(world: World) -> str:
+        if world.rank == 0:
+            pytest.MonkeyPatch().setattr(Checkpoints, "path", lambda self, step: _gone(step))
+        with pytest.raises(ConfigError) as error:
+            sharded.verify(20)
+        return str(error.value)
+
+    (message,) = set(on_ranks(RANKS, rank))
+    assert "Stale file handle" in message
 
 
 def test_rank_0_alone_reads_a_checkpoint_that_is_not_sharded(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -80,6 +81,20 @@ def test_a_later_start_loads_what_was_saved_and_saves_it_no_second_time(tmp_path
     assert cache(folder).load()
     assert compiler.loaded == [b"a" + CONTENT + b"b" + CONTENT, b"c" + CONTENT]
     assert [path.name for path in folder.iterdir()] == [first.path.name]
+
+
+def test_what_is_in_a_folder_that_may_only_be_read_is_used(
+    tmp_path: Path, compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache(tmp_path).save()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    (line,) = cache(tmp_path).load()
+    assert "2 compiled artefacts" in line
+    assert compiler.loaded
 
 
 def test_a_different_key_is_a_different_file(tmp_path: Path, compiler: FakeCompiler) -> None:
