@@ -27,8 +27,8 @@ ROOT = Path(__file__).parents[1]
 QUIET = ("tracker=none", "train.log_every=1", "train.deterministic=true", "data.num_workers=0")
 
 
-def train_on(ranks: int, run_dir: Path, *overrides: str, experiment: str = "digits") -> None:
-    """Trains ``experiment`` with ``ranks`` forked processes."""
+def train_on(ranks: int, run_dir: Path, *overrides: str, experiment: str = "digits", timeout: float = 250) -> None:
+    """Trains ``experiment`` with ``ranks`` forked processes, for at most ``timeout`` seconds."""
     chosen = {override.partition("=")[0] for override in overrides}
     quiet = [override for override in QUIET if override.partition("=")[0] not in chosen]
     arguments = [f"experiment={experiment}", f"run.dir={run_dir}", *quiet, *overrides]
@@ -39,7 +39,7 @@ def train_on(ranks: int, run_dir: Path, *overrides: str, experiment: str = "digi
         with mock.patch.object(compose, "_call_hydra", composed or compose._call_hydra):
             command_line.run(train.train, arguments)
 
-    run_ranks(ranks, rank, init=False, timeout=250)
+    run_ranks(ranks, rank, init=False, timeout=timeout)
 
 
 def _composed(arguments: list[str]) -> Callable[[Callable[[DictConfig], None], list[str]], None] | None:
