@@ -12,6 +12,7 @@ A model or task that reads values (``.item()``, boolean indexing) cannot run on 
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -146,6 +147,7 @@ def _measure(
     batch = batch.mapped(lambda tensor: tensor.to(device))
 
     allocations = Allocations([*model.parameters(), *model.buffers(), *batch.tensors()], model.parameters())
+    gc.collect()  # so that the moments of automatic collections do not depend on what the process did before
     with _gradients_forgotten(model, allocations), allocations:
         with precision.autocast(device.type):
             output = run_task(task, model, batch)
