@@ -6,6 +6,7 @@ The state is that of one rank; a loader with a state of another number of ranks 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.faults import protocol
 
 
-def sample(number: int) -> dict[str, Any]:
-    """A sample by its number."""
-    features, targets = protocol.arrays()
-    return {"number": number, "features": features[number], "target": targets[number]}
-
-
-def samples(numbers: range) -> Any:
-    """Some samples."""
+def samples(numbers: range) -> Iterator[dict[str, Any]]:
+    """The samples with these numbers."""
     features, targets = protocol.arrays()
     for number in numbers:
         yield {"number": number, "features": features[number], "target": targets[number]}

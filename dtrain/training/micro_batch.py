@@ -251,9 +251,8 @@ def _fit(run: TrainState, batch: Batch, rows: int, state: int) -> bool:
         state: Bytes of the optimizer's state on this rank's device.
     """
     device = run.world.device
-    micro_batches = (
-        1 if rows == run.train_loader.rows_per_micro_batch else 2
-    )  # the second one finds gradients of the first
+    # Of several, the second one finds gradients of the first.
+    micro_batches = 1 if rows == run.train_loader.rows_per_micro_batch else 2
     fits, trial = True, _of_sharded if run.is_sharded else _alone
     try:
         trial(run, _window(run, batch.chosen(range(rows)), micro_batches, state), micro_batches)

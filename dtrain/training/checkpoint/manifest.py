@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from dtrain.distributed.collectives import from_all_ranks
 from dtrain.errors import ConfigError
-from dtrain.files import open_regular, read_json
-from dtrain.files import size_and_hash as size_and_hash  # benchmarks/scale.py counts its calls
+from dtrain.files import open_regular, read_json, size_and_hash
 
 MANIFEST = "manifest.json"
 _THREADS = 8  # hashlib releases the interpreter lock

@@ -3,11 +3,8 @@
 * *Fetching*: a start whose run directory has no run, or has an earlier state of it than the mirror, takes the newest whole
   checkpoint and the records from there. They are put into a temporary folder, verified, and moved into the run directory when
   everything else of the start was validated. Until then nothing of the run directory changes.
-* *Uploading*: rank 0 stages hard links to each complete checkpoint and passes them to a process (``mirror_uploads``), which
-  works in the background. Retention of the run directory does not touch the links. Nothing that happens to the uploads stops
-  the training; their state is in ``status.json``.
-* *Several machines* need no common disk for DDP: rank 0 alone reads and writes the mirror, and sends the files of the
-  checkpoint to each machine that does not see them (``checkpoint_on_all_machines``).
+* *Uploading* is in ``uploads``.
+* *Several machines* need no common disk for DDP: rank 0 alone reads and writes the mirror (``other_machines``).
 
 Only what is typed is composed: of a fetched config nothing is used but its comparison with the typed one.
 """
@@ -15,62 +12,34 @@ Only what is typed is composed: of a fetched config nothing is used but its comp
 from __future__ import annotations
 
 import glob
-import json
-import logging
 import os
-import subprocess
-import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-import torch.distributed as dist
-
-import dtrain
 from dtrain.config.schema import Config
 from dtrain.distributed.collectives import from_rank0
-from dtrain.distributed.world import World
-from dtrain.errors import ConfigError, as_config_error, printable, without_secrets_in
-from dtrain.files import link_or_copy, open_regular, remove, try_lock
+from dtrain.errors import ConfigError, as_config_error, without_secrets_in
+from dtrain.files import remove, try_lock
 from dtrain.runs.mirror import Mirror, MirroredCheckpoint
-from dtrain.runs.mirror_uploads import Save, Task, read_known, write_known
+from dtrain.runs.mirror_uploads import read_known, write_known
 from dtrain.runs.run_dir import move_records_aside
 from dtrain.runs.run_spec import CONFIG, OVERRIDES, RunSpec
 from dtrain.training.checkpoint.checkpoints import Checkpoints
 from dtrain.training.checkpoint.manifest import compare, read_manifest
 from dtrain.training.checkpoint.state import TrainState
+from dtrain.training.checkpoint.uploads import AfterTheEnd, MirrorListener, MirrorUploads
 from dtrain.urls import network_errors
 
 _RUN_FILES = (CONFIG, OVERRIDES, "status.json", "metrics.jsonl", "starts.jsonl", "checkpoints")
-_FOLDER = ".mirror"  # in the run directory: staged checkpoints
 _MOVING = ".mirror-moving"  # exists in the run directory while fetched files are moved there
 _SECONDS_AT_FAILURE = 5.0  # the other ranks wait for this one
 _POLL = 2.0  # seconds of a collective while rank 0 downloads: a longer one would look like a hang
-_PIECE = 64 << 20  # bytes that are sent to other machines at a time
 _ATTEMPTS = 3  # to download, if a checkpoint is deleted meanwhile
-logger = logging.getLogger("dtrain")
-
-
-class MirrorListener(Protocol):
-    """Shows what happens to uploads, and tells them of new checkpoints.
-
-    Attributes:
-        uploads: Set when they begin.
-    """
-
-    uploads: MirrorUploads | None
-
-    def note(self, line: str) -> None:
-        """Something that went well."""
-
-    def warn(self, text: str) -> None:
-        """Something that the user should act on."""
 
 
 class RunMirror:
@@ -319,21 +288,6 @@ class RunMirror:
         self._remove_temporary()
 
 
-class AfterTheEnd:
-    """Shows warnings when the records of a run are closed."""
-
-    uploads: MirrorUploads | None = None
-
-    def note(self, line: str) -> None:
-        """Writes to the log of the rank, if it is still open."""
-        logger.info(line)
-
-    def warn(self, text: str) -> None:
-        """Writes to standard error and to the log of the rank, if it is still open."""
-        logger.warning(text)
-        sys.stderr.write(f"dtrain: WARNING: {printable(text)}\n")
-
-
 @contextmanager
 def run_mirror(cfg: Config, spec: RunSpec) -> Iterator[RunMirror]:
     """The mirror of a run; at the end of the block its process has ended and its temporary folder is deleted."""
@@ -342,151 +296,6 @@ def run_mirror(cfg: Config, spec: RunSpec) -> Iterator[RunMirror]:
         yield mirror
     finally:
         mirror.close()
-
-
-class MirrorUploads:
-    """The process that uploads, as rank 0 sees it.
-
-    Args:
-        url: The mirror.
-        run_dir: The run directory.
-        cfg: The config; its retention applies to the mirror, too.
-        checkpoints: Those of the run.
-        listener: Shows warnings; also an attribute.
-
-    Attributes:
-        status: The last report of the process, for ``status.json``.
-    """
-
-    def __init__(
-        self, url: str, run_dir: Path, cfg: Config, checkpoints: Checkpoints, listener: MirrorListener
-    ) -> None:
-        self._folder = run_dir / _FOLDER
-        remove(self._folder)  # what a killed start has left
-        self._folder.mkdir()
-        self._checkpoints = checkpoints
-        self.listener = listener
-        self._lock = threading.Lock()  # a checkpoint is saved in a thread
-        self._warned: str | None = None
-        self._pending = b""
-        self.status: Mapping[str, Any] = {"url": str(Mirror(url)), "claim": None, "step": None, "waiting": None}
-        self._seconds = cfg.checkpoint.mirror_seconds
-        package = str(Path(dtrain.__file__).parents[1])
-        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-        # From the main thread: the kernel ends the process when the thread that started it ends.
-        self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
-            [sys.executable, "-m", "dtrain.runs.mirror_uploads"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | {"PYTHONPATH": path},
-        )
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
-        known = read_known(run_dir, url) or 0
-        task = Task(url, str(run_dir), str(self._folder), known, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
-        self._send(asdict(task))
-
-    def saved(self, path: Path, step: int) -> None:
-        """A checkpoint is complete; any thread may call, before the checkpoint can be deleted."""
-        if self.status.get("superseded"):
-            return
-        staged = self._folder / f"{path.name}.{uuid.uuid4().hex}"
-        try:
-            staged.mkdir()
-            for file in path.iterdir():
-                link_or_copy(file, staged / file.name)
-        except OSError as error:
-            remove(staged)
-            self._warn(f"checkpoint.mirror: the checkpoint of step {step} could not be staged ({error}).")
-            return
-        self._send({"save": asdict(Save(str(staged), step, self._checkpoints.best_step()))})
-
-    def poll(self) -> None:
-        """Takes reports of the process, and warns once of each kind of failure. Does not wait."""
-        process = self._process
-        if process is None or process.stdout is None:
-            return
-        with suppress(BlockingIOError):
-            while data := os.read(process.stdout.fileno(), 1 << 16):
-                self._pending += data
-        *lines, self._pending = self._pending.split(b"\n")
-        for line in lines:
-            self._report(json.loads(line))
-        if process.poll() not in (None, 0):
-            self._process = None
-            self._warn(
-                f"checkpoint.mirror: the process that uploads has ended with code {process.returncode}, so nothing more is "
-                "uploaded. The next start uploads again."
-            )
-
-    def _report(self, status: Mapping[str, Any]) -> None:
-        self.status = status
-        url = status["url"]
-        if status["superseded"]:
-            self._warn(
-                f"checkpoint.mirror: {url} was claimed by a different start ({status['superseded']}), so nothing more is "
-                "uploaded. Stop one of the two runs."
-            )
-        elif status["error"]:
-            self._warn(
-                f"checkpoint.mirror: {url} cannot be written ({status['error']}). The run continues, and the upload is tried "
-                "again."
-            )
-        elif self._warned is not None and status["waiting"] is None and status["step"] is not None:
-            self.listener.note(f"checkpoint.mirror: step {status['step']} is uploaded")
-            self._warned = None
-
-    def _warn(self, text: str) -> None:
-        kind = text.partition("(")[0]
-        if kind != self._warned:  # not once for each attempt
-            self._warned = kind
-            self.listener.warn(text)
-
-    def request_end(self) -> None:
-        """Asks for the records as they are now, and for the end when everything is uploaded."""
-        self._send({"records": self._checkpoints.best_step()})
-        self._send({"end": True})
-
-    def wait(self, seconds: float) -> bool:
-        """Whether the process has ended, within ``seconds``."""
-        deadline = time.monotonic() + seconds
-        while True:
-            self.poll()
-            if self._process is None or self._process.poll() is not None:
-                self.poll()
-                return True
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(min(0.05, max(0.0, deadline - time.monotonic())))
-
-    def close(self, *, warns: bool) -> None:
-        """Ends the process, and warns if it had something left to upload."""
-        self.poll()
-        process, self._process = self._process, None
-        if process is None:
-            return
-        is_done = process.poll() == 0
-        process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                with suppress(OSError):
-                    stream.close()
-        remove(self._folder)
-        if warns and not is_done:
-            waiting, there = self.status.get("waiting"), self.status.get("step")
-            what = f"the checkpoint of step {waiting}" if waiting is not None else "the records of the end"
-            self.listener.warn(
-                f"checkpoint.mirror: {what} could not be uploaded within checkpoint.mirror_seconds={self._seconds:g}. A start "
-                f"elsewhere {f'continues after step {there}' if there is not None else 'uses what earlier starts uploaded'}; "
-                "one in this directory uploads the rest."
-            )
-
-    def _send(self, request: Mapping[str, Any]) -> None:
-        with self._lock, suppress(OSError):  # ``poll`` warns if the process has ended
-            if self._process is not None and self._process.stdin is not None:
-                self._process.stdin.write(json.dumps(request).encode() + b"\n")
-                self._process.stdin.flush()
 
 
 class _InBackground:
@@ -517,94 +326,3 @@ class _InBackground:
             self._result = self._function()
         except BaseException as error:  # noqa: BLE001 - raised by ``result``
             self._error = error
-
-
-# -- several machines without a common disk
-
-
-@contextmanager
-def checkpoint_on_all_machines(folder: Path, world: World, run_dir: Path, *, is_sharded: bool) -> Iterator[Path]:
-    """Collective. A folder on this machine with the files of a checkpoint that rank 0 sees.
-
-    Args:
-        folder: Of the checkpoint, verified by rank 0.
-        world: The ranks.
-        run_dir: The run directory; files that are received are put next to it, until the end of the block.
-        is_sharded: Whether each rank writes its own part of checkpoints.
-
-    Raises:
-        ConfigError: On every rank, if a machine does not see the folder and the run is sharded; or the files cannot be written.
-    """
-    if world.size == world.local_size:
-        yield folder
-        return
-    manifest = from_rank0(lambda: (folder / "manifest.json").read_text())
-    sees = _text(folder / "manifest.json") == manifest  # not an older one of the same step
-    seen = [sees] * world.size
-    dist.all_gather_object(seen, sees)
-    if all(seen):
-        yield folder
-        return
-    if is_sharded:
-        raise ConfigError(
-            f"run.dir: {run_dir} on the machine of rank {seen.index(False)} is not the one of rank 0. Every rank of a sharded "
-            "run writes its part of a checkpoint, so set run.dir to a folder that all machines share, train on one machine, or "
-            "use parallel=ddp. checkpoint.mirror does not replace a shared folder."
-        )
-    name = from_rank0(lambda: uuid.uuid4().hex)
-    received = run_dir.with_name(f".{run_dir.name}.{name}.received")
-    try:
-        _receive(folder, received, None if sees else world, json.loads(manifest), manifest)
-        yield folder if sees else received
-    finally:
-        if not sees and world.local_rank == 0:
-            remove(received)
-
-
-def _text(path: Path) -> str | None:
-    try:
-        with open_regular(path) as file:
-            return file.read().decode()
-    except (OSError, ValueError):
-        return None
-
-
-def _receive(
-    folder: Path, received: Path, receiver: World | None, files: Mapping[str, Mapping[str, Any]], manifest: str
-) -> None:
-    """Collective. Rank 0 sends the files of ``folder``; the first rank of each machine without them writes ``received``.
-
-    Args:
-        folder: The checkpoint on rank 0.
-        received: The new folder.
-        receiver: This rank; None if it sees ``folder``.
-        files: The content of the manifest.
-        manifest: Its text.
-    """
-    writes = receiver is not None and receiver.local_rank == 0
-    problem: OSError | None = None
-    if writes:
-        try:
-            received.mkdir(parents=True)
-            (received / "manifest.json").write_text(manifest)
-        except OSError as error:
-            problem = error
-    for name, entry in files.items():
-        with (folder / name).open("rb") if dist.get_rank() == 0 else open(os.devnull, "rb") as source:
-            left = entry["size"]
-            while left:
-                piece = torch.empty(min(left, _PIECE), dtype=torch.uint8)
-                if dist.get_rank() == 0:
-                    piece = torch.frombuffer(bytearray(source.read(len(piece))), dtype=torch.uint8)
-                dist.broadcast(piece, src=0)
-                left -= len(piece)
-                if writes and problem is None:
-                    try:
-                        with (received / name).open("ab") as target:
-                            target.write(piece.numpy().tobytes())
-                    except OSError as error:  # the others wait in the next broadcast
-                        problem = error
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, str(problem) if problem is not None else None)
-    if text := next((it for it in problems if it is not None), None):
-        raise ConfigError(f"run.dir: the checkpoint could not be copied to every machine: {text}")

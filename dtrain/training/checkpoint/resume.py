@@ -40,7 +40,7 @@ from dtrain.runs.run_spec import RunSpec
 from dtrain.training.checkpoint.checkpoints import Checkpoint, Checkpoints, read_folder, verify_folder
 from dtrain.training.checkpoint.fork import Fork, fork_of
 from dtrain.training.checkpoint.manifest import MANIFEST
-from dtrain.training.checkpoint.mirror import checkpoint_on_all_machines
+from dtrain.training.checkpoint.other_machines import checkpoint_on_all_machines
 from dtrain.training.checkpoint.rest import BuiltRest, Rest, source_of_rest
 from dtrain.training.checkpoint.state import TrainState, copy_into, weight_problems
 from dtrain.training.checkpoint.tensors import StoredTensor, read_whole

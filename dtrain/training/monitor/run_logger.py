@@ -39,8 +39,8 @@ from dtrain.runs.run_dir import write_status
 from dtrain.runs.run_spec import RunSpec, config_without_secrets
 from dtrain.runs.starts import STEPS, Start, StepLog, record_start
 from dtrain.tracking.sinks import NullSinks, Sinks, build_sinks, describe_trackers
-from dtrain.training.checkpoint.mirror import MirrorUploads
 from dtrain.training.checkpoint.state import TrainState, device_kind
+from dtrain.training.checkpoint.uploads import MirrorUploads
 from dtrain.training.monitor.communication import run_traffic
 from dtrain.training.schedule import cut_short, schedule_horizon
 from dtrain.training.setup.batchnorm import fixed_shapes

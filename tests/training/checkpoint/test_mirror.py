@@ -20,7 +20,8 @@ from dtrain.runs.mirror_uploads import Save, Task, Uploader, read_known
 from dtrain.runs.recompose import recompose
 from dtrain.runs.run_spec import RunSpec
 from dtrain.training.checkpoint.checkpoints import Checkpoints
-from dtrain.training.checkpoint.mirror import MirrorUploads, RunMirror, run_mirror
+from dtrain.training.checkpoint.mirror import RunMirror, run_mirror
+from dtrain.training.checkpoint.uploads import MirrorUploads
 from tests.ranks import RanksFailed, run_ranks
 from tests.refusals import refused
 from tests.training.checkpoints_for_tests import content
