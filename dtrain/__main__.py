@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from dtrain import __version__
+from dtrain.distributed.services import check_gpus, join_service
 from dtrain.errors import EXIT_INTERRUPTED, EXIT_USAGE, ConfigError, nearest, printable
 
 COMMANDS = {
@@ -75,11 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if name == "completion":
             return _print_completion(rest)
         if name in _ON_SEVERAL_PROCESSES:
+            join_service()
             processes, rest = _take_nproc(name, rest)
             if processes > 1 or _is_pod(name, rest):
                 return _run_torchrun(name, processes, _as_typed(name, rest))
         return _run(name, rest)
-    except UsageError as error:
+    except (UsageError, ConfigError) as error:
         print(f"dtrain: error: {printable(str(error), keep=chr(10))}", file=sys.stderr)
         return EXIT_USAGE
     except KeyboardInterrupt:
@@ -219,7 +221,7 @@ def _is_single(name: str, arguments: Sequence[str]) -> bool:
 def _gpus() -> int:
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return check_gpus(torch.cuda.device_count() if torch.cuda.is_available() else 0)
 
 
 def _print_completion(arguments: Sequence[str]) -> int:

@@ -17,7 +17,7 @@ from tests.refusals import assert_refused
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK", "PET_NNODES", "SLURM_STEP_NUM_TASKS"):
+    for name in ("RANK", "LOCAL_RANK", "PET_NNODES", "SLURM_STEP_NUM_TASKS", "SM_HOSTS", "CLUSTER_SPEC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(command, "_gpus", lambda: 0)
     monkeypatch.setattr(sys, "argv", sys.argv)

@@ -2,6 +2,7 @@
 
 In reading order:
 
+* ``services``: the machines of a job of SageMaker or Vertex AI, in torchrun's variables.
 * ``world``: rank, device and backend of this process, under torchrun or srun.
 * ``store``: rendezvous and published failures; calls with a time limit.
 * ``process_group``: joins and leaves the process group; network settings; which rank failed first.

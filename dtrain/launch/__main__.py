@@ -22,6 +22,7 @@ from tempfile import TemporaryDirectory
 
 from dtrain import command_line
 from dtrain.config import compose
+from dtrain.distributed.services import join_service
 from dtrain.errors import ConfigError, nearest, printable
 from dtrain.launch import local, slurm
 from dtrain.launch.commands import COMMANDS, run_command
@@ -102,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _start(arguments: Sequence[str]) -> int:
+    join_service()
     if is_search(arguments):
         return search(arguments, launcher_of)
     jobs: list[Job] = []

@@ -29,6 +29,7 @@ from typing import IO
 import torch
 
 from dtrain.distributed.lock import START_ID, read_holder
+from dtrain.distributed.services import check_gpus
 from dtrain.distributed.world import choose_device, process_cpu_count, rendezvous_options
 from dtrain.errors import ConfigError, as_config_error
 from dtrain.files import try_lock
@@ -193,7 +194,7 @@ def shares(number: int) -> list[MachineShare]:
 
 def _gpus() -> list[str]:
     """The GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = check_gpus(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     named = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return named[:count] if len(named) >= count else [str(number) for number in range(count)]
 
