@@ -4,6 +4,10 @@ A block of bash is run by the tests, unless the line before it says why not:
 
     <!-- not run: needs SLURM -->             the whole block is left out
     <!-- not run (sbatch, srun): needs SLURM -->    only what these programs would do
+
+A block of output is compared with what the block above it prints, if the line before it is
+
+    <!-- compared -->
 """
 
 from __future__ import annotations
@@ -24,7 +28,7 @@ PAGES = [
 ]
 
 _FENCE = re.compile(
-    r"(?:^<!-- not run(?: \((?P<programs>[\w, -]+)\))?: (?P<reason>.+?) -->\n)?"
+    r"(?:^<!-- (?:not run(?: \((?P<programs>[\w, -]+)\))?: (?P<reason>.+?)|(?P<compared>compared)) -->\n)?"
     r"^```(?P<language>\w*)\n(?P<text>.*?)^```$",
     re.MULTILINE | re.DOTALL,
 )
@@ -46,6 +50,7 @@ class Block:
         text: What is between the fences.
         reason: Why it is not run, or not all of it; None if it is.
         programs: Those that are left out; empty with a reason: everything.
+        is_compared: Whether it is output that a test compares.
     """
 
     page: Path
@@ -54,6 +59,7 @@ class Block:
     text: str
     reason: str | None
     programs: tuple[str, ...]
+    is_compared: bool
 
     @property
     def runs(self) -> bool:
@@ -71,7 +77,9 @@ def blocks(page: Path, language: str | None = None) -> list[Block]:
     for match in _FENCE.finditer(text):
         line = text.count("\n", 0, match.start("language")) + 1
         programs = tuple(re.split(r",\s*", match["programs"])) if match["programs"] else ()
-        found.append(Block(page, line, match["language"], match["text"], match["reason"], programs))
+        found.append(
+            Block(page, line, match["language"], match["text"], match["reason"], programs, bool(match["compared"]))
+        )
     return [block for block in found if language in (None, block.language)]
 
 

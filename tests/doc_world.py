@@ -65,7 +65,9 @@ def make_world(folder: Path, session: Path) -> Path:
     return folder
 
 
-def execute(script: str, folder: Path, left_out: Sequence[str] = (), python: str = sys.executable) -> str:
+def execute(
+    script: str, folder: Path, left_out: Sequence[str] = (), python: str = sys.executable, *, in_full: bool = False
+) -> str:
     """Runs a block of bash in a world.
 
     Args:
@@ -73,6 +75,7 @@ def execute(script: str, folder: Path, left_out: Sequence[str] = (), python: str
         folder: The world.
         left_out: Programs that do nothing.
         python: The interpreter of its programs.
+        in_full: Whether trainings are as long as the page says.
 
     Returns:
         What it printed.
@@ -86,7 +89,7 @@ def execute(script: str, folder: Path, left_out: Sequence[str] = (), python: str
         shim = programs / name
         # -IS: a quarter of the time of a start, for what only makes a command line of another.
         shim.write_text(
-            f'#!/bin/bash\nexec "{sys.executable}" -IS "{Path(__file__).resolve()}" "{python}" {name} "$@"\n'
+            f'#!/bin/bash\nexec "{sys.executable}" -IS "{Path(__file__).resolve()}" {int(in_full)} "{python}" {name} "$@"\n'
         )
         shim.chmod(0o755)
     nothing = "".join(f"{name}() {{ :; }}\n" for name in left_out)
@@ -136,10 +139,11 @@ def _environment() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    python, program, *rest = sys.argv[1:]
+    in_full, python, program, *rest = sys.argv[1:]
+    shorten = list if in_full == "1" else shortened
     if program == "dtrain":
         command, *rest = rest
-        rest = ["-m", "dtrain", command, *shortened(["-m", f"dtrain.{command}", *rest])[2:]]
+        rest = ["-m", "dtrain", command, *shorten(["-m", f"dtrain.{command}", *rest])[2:]]
     else:
-        rest = [*(["-m", "torch.distributed.run"] if program == "torchrun" else []), *shortened(rest)]
+        rest = [*(["-m", "torch.distributed.run"] if program == "torchrun" else []), *shorten(rest)]
     os.execv(python, [python, *rest])
