@@ -17,7 +17,7 @@ from tests.doc_world import execute
 from tests.forked_python import forked_python
 
 #: In the order in which they are read: later ones need the runs of earlier ones.
-WEEK = ("README.md", "laptop.md", "own_data.md", "own_model.md", "debug.md", "export.md")
+WEEK = ("README.md", "laptop.md", "own_data.md", "own_model.md", "debug.md", "export.md", "mixed_precision.md")
 
 
 def named(name: str) -> Path:
@@ -25,7 +25,7 @@ def named(name: str) -> Path:
 
 
 def with_outputs(page: Path) -> Iterator[tuple[Block, list[Block]]]:
-    """The blocks of code that a reader runs up to the last compared output, each with its compared outputs."""
+    """The blocks of code that a reader runs, up to the last compared output, each with its compared outputs."""
     found: list[tuple[Block, list[Block]]] = []
     for block in blocks(page):
         if block.language in ("bash", "python"):
@@ -33,7 +33,9 @@ def with_outputs(page: Path) -> Iterator[tuple[Block, list[Block]]]:
         elif block.is_compared:
             found[-1][1].append(block)
     last = max((number for number, (_, outputs) in enumerate(found) if outputs), default=-1)
-    yield from ((code, outputs) for code, outputs in found[: last + 1] if code.runs or outputs)
+    yield from (
+        (code, outputs) for code, outputs in found[: last + 1] if outputs or (code.runs and code.language == "bash")
+    )
 
 
 @pytest.mark.slow
