@@ -45,6 +45,31 @@ def test_a_program_with_annotations_passes_strict_type_checks_against_the_wheel(
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+@pytest.mark.slow
+def test_shards_are_written_with_the_webdataset_that_open_clip_needs(tmp_path: Path) -> None:
+    oldest = re.search(r'"webdataset>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert oldest is not None
+    assert oldest[1] == "0.2.86"  # open_clip_torch[training] needs it or an older one
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "-q",
+        "install",
+        "--no-deps",
+        "--target",
+        tmp_path,
+    ]
+    subprocess.run([*pip, f"webdataset=={oldest[1]}"], check=True, timeout=120)
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    version = [sys.executable, "-c", "import webdataset; print(webdataset.__version__)"]
+    assert subprocess.check_output(version, env=environment, text=True).strip() == oldest[1]
+    tests = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests/data/test_writer.py"]
+    done = subprocess.run(tests, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 # -- releases
 
 PACKAGE = '"""dtrain."""\n\n__version__ = "0.2.0"\n'
