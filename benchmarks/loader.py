@@ -16,7 +16,7 @@ Each measurement is a process of its own with files in the page cache and one th
 counted. CPU time covers loader and workers; other load of the machine changes it little, and samples a second a lot.
 
 litdata and mosaicml-streaming need older versions of numpy than dtrain is tested with, so install them without
-constraints.txt in an environment of their own: ``pip install -e '.[bench]' nvidia-dali-cuda120``. Rows of missing packages
+constraints.txt in an environment of their own: ``pip install -e . --group bench nvidia-dali-cuda120``. Rows of missing packages
 say so.
 """
 

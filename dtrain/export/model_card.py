@@ -18,6 +18,7 @@ import yaml
 
 from dtrain.export.artefact import CARD
 from dtrain.export.description import Description
+from dtrain.extras import install_command
 from dtrain.runs.hub import HubModel
 from dtrain.runs.run_spec import RunSpec, without_folders
 
@@ -165,7 +166,7 @@ class ModelCard:
 
     def _use(self) -> str:
         url, image = f"hf://{self.model.name}", self.description.input
-        lines = ["pip install 'dtrain[hf]'"]
+        lines = [install_command("hf")]
         if self._pipeline == "image-classification":
             lines.append(f"dtrain predict {url} photo.jpg")
         if self.description.tokenizer is not None:
