@@ -12,6 +12,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -130,6 +131,18 @@ def test_ci_runs_the_oldest_and_the_newest_python_that_the_package_names() -> No
     tested = re.findall(r'"(3\.\d+)"', workflow)
     assert {named[0], named[-1]} <= set(tested) <= set(named)
     assert f'requires-python = ">={named[0]}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_the_lowest_versions_are_tested_with_the_oldest_python_and_hydra() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "versions.yml").read_text())["jobs"]
+    rows = {row["name"]: row for job in jobs.values() for row in job["strategy"]["matrix"]["include"]}
+    assert f'requires-python = ">={rows["lowest versions"]["python"]}"' in project
+    assert "--resolution lowest-direct" in rows["lowest versions"]["install"]
+    oldest = rows["oldest Hydra"]["then"].replace("==", ">=")
+    assert f'"{oldest},' in project
+    for row in rows.values():
+        assert all((ROOT / path).exists() for path in row.get("tests", "").split())
 
 
 def test_the_scripts_that_workflows_run_exist() -> None:

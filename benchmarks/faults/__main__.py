@@ -34,6 +34,7 @@ CONTENDERS = {
     "streaming": "mosaicml-streaming",
     "litdata": "litdata",
     "webdataset": "webdataset",
+    "torchft": "torchft",
     "dtrain": "dtrain",
 }
 PACKAGES = {
@@ -43,6 +44,7 @@ PACKAGES = {
     "streaming": "mosaicml-streaming",
     "litdata": "litdata",
     "webdataset": "webdataset",
+    "torchft": "torchft",
 }
 _MODULES = {"stateful_loader": "torchdata.stateful_dataloader", "ddp": "torch", "dtrain": "torch"}
 #: Ranks of the starts, in turn, by row.
