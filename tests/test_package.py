@@ -138,7 +138,11 @@ def test_the_lowest_versions_are_tested_with_the_oldest_python_and_hydra() -> No
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "versions.yml").read_text())["jobs"]
     rows = {row["name"]: row for job in jobs.values() for row in job["strategy"]["matrix"]["include"]}
     assert f'requires-python = ">={rows["lowest versions"]["python"]}"' in project
-    assert "--resolution lowest-direct" in rows["lowest versions"]["install"]
+    lowest = rows["lowest versions"]["install"]
+    assert "--resolution lowest-direct" in lowest
+    groups = project.partition("\n[dependency-groups]")[2].partition("\n[project.urls]")[0]
+    of_tests = {extra for names in re.findall(r"dtrain\[([\w,]+)\]", groups) for extra in names.split(",")}
+    assert {*lowest.partition("-e .[")[2].partition("]")[0].split(",")} == of_tests
     oldest = rows["oldest Hydra"]["then"].replace("==", ">=")
     assert f'"{oldest},' in project
     for row in rows.values():
