@@ -59,7 +59,9 @@ def test_the_version_names_torch_python_and_the_commit_of_a_checkout_but_not_of_
         package = shutil.copytree(ROOT / "dtrain", folder / "dtrain", ignore=shutil.ignore_patterns("__pycache__"))
         code = "import sys; from dtrain.__main__ import main; sys.exit(main(['--version']))"
         environment = os.environ | {"PYTHONPATH": str(package.parent)}
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=folder.parent, check=True
+        )
         return done.stdout.splitlines()
 
     assert shown(tmp_path / "plain")[0] == f"dtrain {__version__}"
