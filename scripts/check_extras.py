@@ -74,7 +74,8 @@ USES = {
     "trackio": f"-m dtrain train {SMALL} tracker=trackio run.dir=trackio",
     "optuna": f"-m dtrain launch {SMALL} tracker=none launch.search.trials=2 launch.search.metric=eval/loss "
     "optimizer.lr=interval(0.001,0.01) run.dir=search launch.processes_per_node=1",
-    "metrics": f"{TRAIN} train.metrics={{f1:{{_target_:torchmetrics.classification.BinaryF1Score}}}} run.dir=metrics",
+    "metrics": f"{TRAIN} train.metrics={{f1:{{_target_:torchmetrics.classification.MulticlassF1Score,num_classes:2}}}} "
+    "run.dir=metrics",
 }
 
 
