@@ -298,8 +298,8 @@ def _checks(cfg: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
     for key, value in {"data.train": data.train, "data.mixture": data.mixture, "data.eval": data.eval}.items():
         for url in {scheme(text): text for text in _texts(value) if is_url(text)}.values():
             yield key, partial(fsspec_file_system, url)
-    if is_url(cfg.checkpoint.mirror or ""):
-        yield "checkpoint.mirror", partial(fsspec_file_system, cfg.checkpoint.mirror)
+    if (mirror := cfg.checkpoint.mirror) is not None and is_url(mirror):
+        yield "checkpoint.mirror", partial(fsspec_file_system, mirror)
     for key, path in {"run.weights_from": cfg.run.weights_from, "run.warm_start.path": cfg.run.warm_start.path}.items():
         if is_hub_url(path or ""):
             yield key, partial(require, "hf", key)
