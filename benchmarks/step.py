@@ -1,6 +1,6 @@
 """Microseconds of an optimizer step on the CPU: bare loops, torch's GradScaler, Fabric, Accelerate, Lightning and dtrain.
 
-    pip install -e '.[bench]'
+    pip install -e . --group bench
     python -m benchmarks.step [--ranks 1 2] [--rounds 51] [--cpu] [--contenders 'bare loop' ...]
 
 Every row trains its own copy of the same model on the same batch in memory, with fused AdamW and the same task, in fp32, and

@@ -14,7 +14,7 @@ Start at ``train.py``, which is a run on one page. The layers, each of which imp
 * ``precision``, ``distributed``: dtypes, loss scaling and skipped steps; how ranks start, agree, stop and fail together.
 * ``config``, ``models``, ``optimizers``: all keys, and objects from ``_target_``; reference models; further optimizers.
 * ``files``, ``urls``, ``console``: atomic and bounded access to files; file systems behind URLs; what commands print with.
-* ``errors``: errors that are shown without a traceback.
+* ``errors``, ``extras``: errors that are shown without a traceback; packages that are installed on request.
 """
 
 __version__ = "0.1.0"

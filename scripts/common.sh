@@ -12,23 +12,29 @@ die() {
 }
 has_nvidia_gpu() { compgen -G '/dev/nvidia[0-9]*' >/dev/null; }
 
-# prepare EXTRAS: installs dtrain from this checkout with these extras into the environment $venv.
+# prepare NAME: installs dtrain from this checkout with an extra or a dependency group of pyproject.toml into the environment $venv.
 # DTRAIN_VENV sets the folder of the environment. An existing environment, also of conda, is used; otherwise PYTHON makes one.
 prepare() {
-  local extras=$1 stamp wanted quiet=-q
+  local name=$1 stamp wanted pip what
   if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then make_venv; fi
   # dtrain is installed in editable mode, so it is only reinstalled if its dependencies may have changed.
-  stamp=$venv/.dtrain-$extras
+  stamp=$venv/.dtrain-$name
   wanted="$root $("$venv/bin/python" -V) $(cat "$root/pyproject.toml" "$root/constraints.txt" | cksum)"
   if [[ -f $stamp && $(<"$stamp") == "$wanted" ]]; then return; fi
-  say "installing dtrain[$extras] into $venv"
+  say "installing dtrain and $name into $venv"
   if [[ $(uname) == Linux ]] && ! has_nvidia_gpu && ! "$venv/bin/python" -c 'import torch' 2>/dev/null; then
     say "(without an NVIDIA GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu before the command avoids the"
     say "download of the CUDA libraries, some gigabytes)"
   fi
-  if [[ -t 1 ]]; then quiet=; fi
-  (cd "$root" && "$venv/bin/python" -m pip install --disable-pip-version-check $quiet -c constraints.txt -e ".[$extras]") ||
-    die "pip could not install dtrain[$extras]; its message is above."
+  pip=("$venv/bin/python" -m pip install --disable-pip-version-check)
+  if [[ ! -t 1 ]]; then pip+=(-q); fi
+  what=(-e ".[$name]")
+  if [[ $name == dev || $name == docs ]]; then # groups
+    what=(-e . --group "$name")
+    # Python 3.10 to 3.13 make environments with a pip that has no --group.
+    "${pip[@]}" 'pip>=25.1' || die "pip could not be updated; its message is above."
+  fi
+  (cd "$root" && "${pip[@]}" -c constraints.txt "${what[@]}") || die "pip could not install $name; its message is above."
   printf '%s\n' "$wanted" >"$stamp"
 }
 

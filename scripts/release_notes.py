@@ -2,7 +2,8 @@
 
     python scripts/release_notes.py v0.2.0
 
-Refused unless the tag is the version in dtrain/__init__.py and the changelog has a dated section of it.
+Refused unless the tag is the version in dtrain/__init__.py, the changelog has a dated section of it, and CITATION.cff has the
+same version and date.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ _LINK = re.compile(r"\]\((?!https?:|#)")
 _REPOSITORY = "https://github.com/dtrain-developers/dtrain"
 
 
-def notes(tag: str, package: str, changelog: str) -> str:
+def notes(tag: str, package: str, changelog: str, citation: str) -> str:
     """The text of the section, with absolute links.
 
     Args:
         tag: Name of the git tag.
         package: Content of ``dtrain/__init__.py``.
         changelog: Content of ``CHANGELOG.md``.
+        citation: Content of ``CITATION.cff``.
 
     Raises:
         ValueError: If they do not agree.
@@ -39,8 +41,15 @@ def notes(tag: str, package: str, changelog: str) -> str:
     for section in sections:
         heading, _, text = section.partition("\n")
         if heading.split()[0] == found[1]:
-            if not re.fullmatch(r"\S+ \(\d{4}-\d{2}-\d{2}\)", heading):
+            dated = re.fullmatch(r"\S+ \((\d{4}-\d{2}-\d{2})\)", heading)
+            if dated is None:
                 raise ValueError(f"CHANGELOG.md: the heading is {heading!r}. Set the date: {found[1]} (2026-12-31).")
+            for key, want in (("version", found[1]), ("date-released", dated[1])):
+                got = re.search(rf"^{key}: (\S+)", citation, re.MULTILINE)
+                if got is None or got[1] != want:
+                    raise ValueError(
+                        f"CITATION.cff: {key} is {got and got[1]!r}. Set it to that of CHANGELOG.md: {want}."
+                    )
             return _LINK.sub(f"]({_REPOSITORY}/blob/{tag}/", text.strip()) + "\n"
     raise ValueError(f"CHANGELOG.md has no section {found[1]!r}. Add it: ## {found[1]} (2026-12-31).")
 
@@ -54,6 +63,7 @@ if __name__ == "__main__":
                 sys.argv[1],
                 (ROOT / "dtrain" / "__init__.py").read_text(encoding="utf-8"),
                 (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),
+                (ROOT / "CITATION.cff").read_text(encoding="utf-8"),
             ),
             end="",
         )

@@ -11,7 +11,7 @@ set -euo pipefail
 
 command=${1:-build}
 [[ $command == build || $command == serve ]] || die "$command: want build (the default) or serve."
-prepare docs,demo
+prepare docs
 cd "$root"
 export OMP_NUM_THREADS=1 # the models are tiny
 "$venv/bin/python" scripts/site_pages.py

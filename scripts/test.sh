@@ -11,7 +11,7 @@ set -euo pipefail
 # shellcheck source=scripts/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
-prepare dev,demo
+prepare dev
 cd "$root"
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(threads 2)}
 export OMP_NUM_THREADS

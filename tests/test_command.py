@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ import pytest
 from dtrain import __main__ as command
 from dtrain import __version__, train
 from tests.refusals import assert_refused
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +50,29 @@ def test_help_and_version_import_neither_torch_nor_hydra(option: str, shown: str
 
 def test_python_m_dtrain_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "dtrain", "--version"], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, f"dtrain {__version__}\n")
+    assert done.returncode == 0
+    assert done.stdout.startswith(f"dtrain {__version__}")
+
+
+def test_the_version_names_torch_python_and_the_commit_of_a_checkout_but_not_of_one_around_it(tmp_path: Path) -> None:
+    def shown(folder: Path) -> list[str]:
+        package = shutil.copytree(ROOT / "dtrain", folder / "dtrain", ignore=shutil.ignore_patterns("__pycache__"))
+        code = "import sys; from dtrain.__main__ import main; sys.exit(main(['--version']))"
+        environment = os.environ | {"PYTHONPATH": str(package.parent)}
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment, cwd=folder.parent, check=True
+        )
+        return done.stdout.splitlines()
+
+    assert shown(tmp_path / "plain")[0] == f"dtrain {__version__}"
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
+    commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True)
+    first, *others = shown(tmp_path)
+    assert first == f"dtrain {__version__} (commit {commit[:12]})"
+    assert others == [f"torch {metadata.version('torch')}", f"Python {platform.python_version()}"]
+    assert shown(tmp_path / "venv" / "site-packages")[0] == f"dtrain {__version__}"
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from dtrain.extras import EXTRAS
 from tests.refusals import assert_refused
 
 ROOT = Path(__file__).resolve().parents[1]
-NOT_FOR_USERS = ("dev", "bench", "docs")
 
 #: By extra: its packages, the first one as the message names it, and a call that needs them.
 USES = {
@@ -78,10 +78,27 @@ def messages() -> dict[str, str]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def test_every_extra_has_a_row() -> None:
+def requirements() -> dict[str, list[str]]:
+    """By extra: its requirements, as pyproject.toml has them."""
     section = (ROOT / "pyproject.toml").read_text().partition("[project.optional-dependencies]")[2].partition("\n[")[0]
-    extras = re.findall(r"^(\w+) = \[", section, re.MULTILINE)
-    assert sorted(USES) == sorted(name for name in extras if name not in NOT_FOR_USERS)
+    lines = re.findall(r"^(\w+) = \[(.*)\]", section, re.MULTILINE)
+    return {extra: re.findall(r'"([^"]+)"', packages) for extra, packages in lines}
+
+
+def test_every_extra_has_a_row_and_is_known_to_messages() -> None:
+    extras = requirements()
+    assert sorted(USES) == sorted(extras.keys() - {"all"}) == sorted(EXTRAS)
+    distributions = {"sklearn": "scikit-learn"}
+    for extra, packages in EXTRAS.items():
+        names = [re.split(r"[<>=]", requirement)[0] for requirement in extras[extra]]
+        assert names == [distributions.get(package, package) for package in packages]
+
+
+def test_all_leaves_out_what_needs_ffmpeg_and_what_replaces_pillow() -> None:
+    [named] = requirements()["all"]
+    assert sorted(named.removeprefix("dtrain[").removesuffix("]").split(",")) == sorted(
+        EXTRAS.keys() - {"media", "trackio"}
+    )
 
 
 @pytest.mark.parametrize("extra", USES)

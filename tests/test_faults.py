@@ -27,7 +27,7 @@ def four_samples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def write(folder: Path, start: int, rank: int, first: int, *steps: list[int]) -> None:
     lines: list[dict[str, Any]] = [{"from": first}]
     lines += [{"step": first + n, "samples": samples, "loss": float(rank)} for n, samples in enumerate(steps)]
-    (folder / f"start-{start}-rank-{rank}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / f"start-{start}-rank-{rank}-1.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.mark.usefixtures("four_samples")
@@ -53,7 +53,7 @@ def test_an_order_that_begins_anew_loses_and_doubles_samples(tmp_path: Path) -> 
 @pytest.mark.usefixtures("four_samples")
 def test_a_line_that_was_cut_by_a_kill_does_not_count(tmp_path: Path) -> None:
     write(tmp_path, 0, 0, 0, [0, 1], [2, 3])
-    path = tmp_path / "start-0-rank-0.jsonl"
+    path = tmp_path / "start-0-rank-0-1.jsonl"
     path.write_text(path.read_text() + '{"step": 2, "sam')
     assert runs.count(tmp_path, 1.0).lost == 4  # of the second epoch
 

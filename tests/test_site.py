@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("mkdocs", reason="makes the site: pip install 'dtrain[docs]'")
-pytest.importorskip("mkdocstrings_handlers.python", reason="makes the site's API pages: pip install 'dtrain[docs]'")
+pytest.importorskip("mkdocs", reason="makes the site: pip install -e . --group docs")
+pytest.importorskip("mkdocstrings_handlers.python", reason="makes the site's API pages: pip install -e . --group docs")
 
 import griffe
 import yaml

@@ -10,7 +10,7 @@ get the same kills.
 Columns: *lost* and *doubled*: samples of the two epochs that the final weights have not seen, or have seen too often;
 *repeated*: steps that were computed again; *losses*: the largest difference of a step's loss from that of the undisturbed
 run; *goodput*: duration of the undisturbed run divided by that of the killed one, with all starts; *lines*: of the
-contender's program that exist only for saving and resuming. Needs the packages of dtrain[bench] and torchdata.
+contender's program that exist only for saving and resuming. Needs the group ``bench`` of pyproject.toml and torchdata.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ CONTENDERS = {
     "streaming": "mosaicml-streaming",
     "litdata": "litdata",
     "webdataset": "webdataset",
+    "torchft": "torchft",
     "dtrain": "dtrain",
 }
 PACKAGES = {
@@ -43,6 +44,7 @@ PACKAGES = {
     "streaming": "mosaicml-streaming",
     "litdata": "litdata",
     "webdataset": "webdataset",
+    "torchft": "torchft",
 }
 _MODULES = {"stateful_loader": "torchdata.stateful_dataloader", "ddp": "torch", "dtrain": "torch"}
 #: Ranks of the starts, in turn, by row.

@@ -85,8 +85,8 @@ def data_folder() -> Path:
 
 
 def rank() -> int:
-    """This rank."""
-    return int(os.environ.get("RANK", 0))
+    """This rank; with torchft, the replica group."""
+    return int(os.environ.get("REPLICA_GROUP_ID", os.environ.get("RANK", 0)))
 
 
 def ranks() -> int:
@@ -107,13 +107,21 @@ class Log:
     """
 
     def __init__(self, first: int = 0) -> None:
-        name = f"start-{os.environ['FAULTS_START']}-rank-{rank()}.jsonl"
+        # Each process has a file: that of a rank may be started again while the others continue.
+        name = f"start-{os.environ['FAULTS_START']}-rank-{rank()}-{os.getpid()}.jsonl"
         self._file = (folder() / name).open("w", buffering=1)
         self._step = first
         print(json.dumps({"from": first}), file=self._file)
 
-    def step(self, samples: Tensor, loss: Tensor) -> None:
-        """Logs the samples of this rank and their mean loss; call it before the backward."""
+    def step(self, samples: Tensor, loss: Tensor, number: int | None = None) -> None:
+        """Logs the samples of this rank and their mean loss; call it before the backward.
+
+        Args:
+            samples: Their numbers, int64, ``[samples]``.
+            loss: Their mean loss.
+            number: The step; None: the one after the last.
+        """
+        self._step = self._step if number is None else number
         line = {"step": self._step, "samples": samples.tolist(), "loss": loss.item()}
         print(json.dumps(line), file=self._file)
         self._step += 1

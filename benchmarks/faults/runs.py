@@ -89,32 +89,59 @@ def run(contender: str, folder: Path, ranks: Sequence[int], kills: Sequence[Kill
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     began = time.monotonic()
-    for start in range(len(kills) + 1):
-        number = ranks[start % len(ranks)]
-        process = _start(contender, folder, start, number)
-        if start < len(kills):
-            _kill(process, folder, start, kills[start])
-        elif process.wait(_LIMIT):
-            raise RuntimeError(f"{contender}, start {start}:\n" + (folder / "output.log").read_text()[-3000:])
+    start, left = 0, list(kills)
+    process = _start(contender, folder, start, ranks[0])
+    while left:
+        kill = left.pop(0)
+        _wait_for(process, folder, start, kill)
+        if kill.victim == "one rank" and recovers(contender):
+            os.kill(_ranks(process)[-1], signal.SIGKILL)
+            continue
+        _end(process, kill)
+        start += 1
+        process = _start(contender, folder, start, ranks[start % len(ranks)])
+    try:
+        code = process.wait(_LIMIT)
+    except subprocess.TimeoutExpired:
+        _end(process, Kill(0, "all", 0))
+        code = -1
+    if code:
+        raise RuntimeError(f"{contender}, start {start}:\n" + (folder / "output.log").read_text()[-3000:])
     return count(folder, time.monotonic() - began)
 
 
+def recovers(contender: str) -> bool:
+    """Whether the job of a contender goes on when a rank is killed."""
+    return "\nRECOVERS = True" in _program(contender)
+
+
 def _start(contender: str, folder: Path, start: int, ranks: int) -> subprocess.Popen[bytes]:
-    command = harness.python("-m", f"benchmarks.faults.{contender}", ranks=ranks)
-    environ = os.environ | {"OMP_NUM_THREADS": "1", "FAULTS_START": str(start), "FAULTS_FOLDER": str(folder)}
+    command = harness.python("-m", f"benchmarks.faults.{contender}", ranks=1 if recovers(contender) else ranks)
+    environ = {
+        "OMP_NUM_THREADS": "1",
+        "FAULTS_START": str(start),
+        "FAULTS_FOLDER": str(folder),
+        "FAULTS_RANKS": str(ranks),
+    }
     with (folder / "output.log").open("ab") as output:
-        return subprocess.Popen(command, stdout=output, stderr=output, env=environ, start_new_session=True)
+        return subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | environ, start_new_session=True)
 
 
-def _kill(process: subprocess.Popen[bytes], folder: Path, start: int, kill: Kill) -> None:
+def _wait_for(process: subprocess.Popen[bytes], folder: Path, start: int, kill: Kill) -> None:
+    """Waits until rank 0 has logged the step of the kill."""
     deadline = time.monotonic() + _LIMIT
-    while not _reached(folder / f"start-{start}-rank-0.jsonl", kill.step):
+    while not any(_reached(log, kill.step) for log in folder.glob(f"start-{start}-rank-0-*.jsonl")):
         if process.poll() is not None or time.monotonic() > deadline:
+            _end(process, kill)
             output = (folder / "output.log").read_text()[-3000:]
             raise RuntimeError(f"start {start} did not reach step {kill.step}:\n{output}")
         time.sleep(0.002)
     time.sleep(kill.delay)
-    ranks, others = sorted(harness.children(process.pid)), _descendants(process.pid)
+
+
+def _end(process: subprocess.Popen[bytes], kill: Kill) -> None:
+    """Kills one rank and waits for the end of the job, or kills all of it."""
+    ranks, others = _ranks(process), _descendants(process.pid)
     if kill.victim == "one rank" and ranks:
         with suppress(ProcessLookupError):  # it has ended
             os.kill(ranks[-1], signal.SIGKILL)
@@ -128,13 +155,17 @@ def _kill(process: subprocess.Popen[bytes], folder: Path, start: int, kill: Kill
     process.wait()
 
 
+def _ranks(process: subprocess.Popen[bytes]) -> list[int]:
+    """The processes that a torchrun has started, by number; where there are several, of all of them."""
+    children = sorted(harness.children(process.pid))
+    torchruns = [pid for pid in children if b"torch.distributed.run" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [rank for pid in torchruns for rank in sorted(harness.children(pid))] if torchruns else children
+
+
 def _reached(log: Path, step: int) -> bool:
-    try:
-        with log.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
-            steps = re.findall(rb'"step": (\d+)', file.read())
-    except FileNotFoundError:
-        return False
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
+        steps = re.findall(rb'"step": (\d+)', file.read())
     return bool(steps) and int(steps[-1]) >= step
 
 
@@ -149,13 +180,15 @@ def count(folder: Path, seconds: float) -> Result:
     repeated = 0
     starts = sorted({int(path.name.split("-")[1]) for path in folder.glob("start-*-rank-*.jsonl")})
     for start in starts:
-        logs = {int(path.stem.rpartition("-")[2]): _lines(path) for path in folder.glob(f"start-{start}-rank-*.jsonl")}
-        first = max(lines[0]["from"] for lines in logs.values() if lines)
+        logs = [
+            (int(path.stem.split("-")[3]), _lines(path)) for path in sorted(folder.glob(f"start-{start}-rank-*.jsonl"))
+        ]
+        first = min((lines[0]["from"] for _, lines in logs if lines), default=protocol.STEPS)
         dropped = [step for step in history if step >= first]
         repeated += len(dropped)
         for step in dropped:
             del history[step]
-        for rank, lines in logs.items():
+        for rank, lines in logs:
             for line in lines[1:]:
                 history.setdefault(line["step"], {})[rank] = line["samples"], line["loss"]
     losses, used = {}, Counter[int]()
@@ -182,5 +215,8 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def lines_for_resuming(contender: str) -> int:
     """Lines of a contender that exist only for saving and resuming."""
-    path = Path(__file__).with_name(f"{contender}.py")
-    return sum(line.rstrip().endswith("# resume") for line in path.read_text().splitlines())
+    return sum(line.rstrip().endswith("# resume") for line in _program(contender).splitlines())
+
+
+def _program(contender: str) -> str:
+    return Path(__file__).with_name(f"{contender}.py").read_text()

@@ -26,6 +26,7 @@ from hydra.utils import get_object, instantiate
 from omegaconf import MISSING
 
 from dtrain.errors import ConfigError, Explained, PeerFailed, hide_secret, nearest, shortened
+from dtrain.extras import extra_of, install_command
 
 #: Keys of a section with a ``_target_`` that dtrain reads itself, and does not pass to the target.
 OWN_KEYS = {"optimizer": ("no_decay", "groups")}
@@ -35,7 +36,6 @@ _DISTRIBUTIONS = {
     "open_clip": "open_clip_torch",
     "PIL": "Pillow",
     "skimage": "scikit-image",
-    "sklearn": "scikit-learn",
     "yaml": "PyYAML",
 }
 
@@ -290,10 +290,9 @@ def _not_installed(package: str) -> str:
     near = _nearest(package, importlib.metadata.packages_distributions())
     if near:
         return f"There is no package {package!r} here. Did you mean {near[0]!r}?"
-    return (
-        f"There is no package {package!r} here: pip install {_DISTRIBUTIONS.get(package, package)}. If it is your own module, "
-        "add its folder to PYTHONPATH."
-    )
+    extra = extra_of(package)
+    command = f"pip install {_DISTRIBUTIONS.get(package, package)}" if extra is None else install_command(extra)
+    return f"There is no package {package!r} here: {command}. If it is your own module, add its folder to PYTHONPATH."
 
 
 def _lacks(parent: str, name: str, names: Iterable[str]) -> str:

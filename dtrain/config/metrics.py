@@ -8,6 +8,7 @@ from dtrain.config.directions import direction
 from dtrain.config.instantiate import by_target
 from dtrain.config.schema import Config
 from dtrain.errors import ConfigError
+from dtrain.extras import install_command
 
 
 def require_torchmetrics(name: str) -> None:
@@ -16,7 +17,7 @@ def require_torchmetrics(name: str) -> None:
         import torchmetrics  # noqa: F401 - takes seconds, so only where it is used
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"train.metrics.{name} needs torchmetrics ({error}): pip install 'dtrain[metrics]'."
+            f"train.metrics.{name} needs torchmetrics ({error}): {install_command('metrics')}."
         ) from error
 
 

@@ -328,7 +328,10 @@ class ExportConfig:
     push: str | None = None
     # a new repository of export.push is visible to its owners only; an existing one does not change
     private: bool = True
-    license: str | None = None  # in the model card of export.push, such as apache-2.0; null: left out
+    # of the model card of export.push: the licence, such as apache-2.0. What is null here and below is "Not stated" in the card
+    license: str | None = None
+    intended_use: str | None = None  # of the model card, Markdown: what the model is for
+    limitations: str | None = None  # of the model card, Markdown: where the model fails or must not be used
     push_replace: bool = False  # export.push replaces all files of a repository that has a different model
 
 

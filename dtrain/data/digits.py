@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image
 
 from dtrain.data.writer import write_shards
+from dtrain.extras import install_command
 from dtrain.files import cache_dir, create_folder
 
 TRAIN_SAMPLES, TEST_SAMPLES = 1437, 360
@@ -85,8 +86,7 @@ def _load() -> tuple[np.ndarray, np.ndarray]:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "the digits are part of scikit-learn, which is not installed. Run: pip install 'dtrain[demo]' "
-            "(in a checkout: pip install -e '.[demo]').",
+            f"the digits are part of scikit-learn, which is not installed. Run: {install_command('demo')}.",
             name=error.name,
         ) from error
     digits: Any = load_digits()

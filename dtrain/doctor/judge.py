@@ -32,6 +32,8 @@ from dtrain.data.shards.node_cache import file_system_type
 from dtrain.distributed.world import World, process_cpu_count
 from dtrain.doctor.machine import SHARED_MEMORY
 from dtrain.errors import ConfigError, Explained
+from dtrain.extras import require
+from dtrain.runs.hub import is_hub_url
 from dtrain.tracking.sinks import check_tracker
 from dtrain.urls import fsspec_file_system, is_url, scheme
 
@@ -296,6 +298,11 @@ def _checks(cfg: Config) -> Iterator[tuple[str, Callable[[], Any]]]:
     for key, value in {"data.train": data.train, "data.mixture": data.mixture, "data.eval": data.eval}.items():
         for url in {scheme(text): text for text in _texts(value) if is_url(text)}.values():
             yield key, partial(fsspec_file_system, url)
+    if (mirror := cfg.checkpoint.mirror) is not None and is_url(mirror):
+        yield "checkpoint.mirror", partial(fsspec_file_system, mirror)
+    for key, path in {"run.weights_from": cfg.run.weights_from, "run.warm_start.path": cfg.run.warm_start.path}.items():
+        if is_hub_url(path or ""):
+            yield key, partial(require, "hf", key)
     sources = [source.get("fields") for source in data.mixture.values() if isinstance(source, Mapping)]
     for fields in filter(None, [data.fields, *sources]):
         yield "data.fields", partial(parse_fields, fields)

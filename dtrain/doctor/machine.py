@@ -27,6 +27,7 @@ from dtrain.console import LEVELS, Finding, size_text
 from dtrain.distributed.collectives import wait_for_all
 from dtrain.distributed.world import World, process_cpu_count
 from dtrain.errors import ConfigError
+from dtrain.extras import EXTRAS, is_installed
 from dtrain.files import cache_dir
 from dtrain.precision import Precision
 from dtrain.tracking.sinks import wandb_logged_in, wandb_mode, wandb_server
@@ -77,10 +78,9 @@ def _versions() -> Iterator[Finding]:
             yield Finding(name, "not installed", "warning", "pip install wandb, or set tracker=none")
         else:
             yield Finding(name, "not installed", "error", f"pip install {name}")
-    if not _installed("scikit-learn"):
-        yield Finding(
-            "scikit-learn", "not installed; experiment=digits needs it", "warning", "pip install 'dtrain[demo]'"
-        )
+    extras = {is_there: [name for name in EXTRAS if is_installed(name) == is_there] for is_there in (True, False)}
+    absent = f"; not installed: {', '.join(extras[False])}" if extras[False] else ""
+    yield Finding("extras", f"{', '.join(extras[True]) or 'none'}{absent}")
     try:
         mode = wandb_mode(None)
         login = f"{'logged in' if wandb_logged_in() else 'not logged in'} at {wandb_server()}"

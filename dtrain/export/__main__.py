@@ -41,6 +41,7 @@ Options
                                  branch. The token is HF_TOKEN, or comes from `hf auth login`; needs the extra dtrain[hf]
   export.private=false           a repository that the push creates is public (default: private)
   export.license=NAME            licence in the model card, such as apache-2.0
+  export.intended_use=TEXT       what the model is for, in the model card; export.limitations=TEXT: where it fails
   export.push_replace=true       replace a repository that has a different model
   checkpoint=best|latest|STEP    which checkpoint (default: best if the run keeps one, else latest)
   weights=ema|raw                moving average or raw weights (default: ema if the run has one)

@@ -34,6 +34,7 @@ from dtrain.errors import ConfigError
 from dtrain.export.description import DTYPES, Description
 from dtrain.export.fold_cast import cast, fold
 from dtrain.export.program import Program
+from dtrain.extras import install_command
 from dtrain.precision import Precision
 from dtrain.training.build import build_model
 from dtrain.training.checkpoint.state import host_copy, load_module
@@ -370,8 +371,8 @@ def _import_onnx_package(package: str) -> ModuleType:
         return importlib.import_module(package)
     except ImportError as error:
         raise ConfigError(
-            f"An ONNX artefact needs the package {package}, which cannot be imported ({error}). Run: pip install "
-            "'dtrain[onnx]' (in a checkout: pip install -e '.[onnx]')."
+            f"An ONNX artefact needs the package {package}, which cannot be imported ({error}). Run: "
+            f"{install_command('onnx')}."
         ) from error
 
 

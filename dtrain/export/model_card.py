@@ -18,7 +18,8 @@ import yaml
 
 from dtrain.export.artefact import CARD
 from dtrain.export.description import Description
-from dtrain.runs.hub import HubModel
+from dtrain.extras import install_command
+from dtrain.runs.hub import HubModel, is_hub_url
 from dtrain.runs.run_spec import RunSpec, without_folders
 
 if TYPE_CHECKING:  # the package is optional
@@ -44,7 +45,9 @@ class ModelCard:
         report: Content of ``report.json``.
         state: State of the checkpoint.
         parameters: Number of the model's parameters.
-        license: Licence, as the hub names it; None to leave it out.
+        license: Licence, as the hub names it; None if the user states none.
+        intended_use: What the model is for, in the user's words (Markdown); None if not stated.
+        limitations: Where it fails or must not be used, in the user's words (Markdown); None if not stated.
         front_matter: Metadata of the card that is in the repository now.
     """
 
@@ -56,6 +59,8 @@ class ModelCard:
     state: Mapping[str, Any]
     parameters: int
     license: str | None
+    intended_use: str | None
+    limitations: str | None
     front_matter: Mapping[str, Any]
 
     def write(self, folder: Path) -> None:
@@ -78,6 +83,8 @@ class ModelCard:
             pipeline_tag=self._pipeline,
             tags=["dtrain", "pytorch", self.description.dtype],
             datasets=self._datasets or None,
+            base_model=self._base_models or None,
+            base_model_relation="finetune" if self._base_models else None,
             eval_results=results or None,
             model_name=self._name if results else None,
         )
@@ -108,6 +115,13 @@ class ModelCard:
         named = [text for text in _texts(self.config["data"]) if text.startswith(_DATASETS)]
         names = ("/".join(text.removeprefix(_DATASETS).split("/")[:2]).partition("@")[0] for text in named)
         return sorted({*names})
+
+    @property
+    def _base_models(self) -> list[str]:
+        """Names of the models of the hub that the run began with."""
+        run = self.config["run"]
+        urls = (run.get("weights_from"), run["warm_start"].get("path"))
+        return [HubModel.parse("run", url).name for url in urls if url is not None and is_hub_url(url)]
 
     @property
     def _data_name(self) -> str:
@@ -154,18 +168,26 @@ class ModelCard:
             "Trained and exported with [dtrain](https://github.com/dtrain-developers/dtrain)."
         )
         yield from ("## Use", self._use())
+        yield from ("## Intended use", (self.intended_use or "Not stated.").strip())
+        yield from ("## Limitations", (self.limitations or "Not stated.").strip())
         yield from ("## Results", *self._metrics())
         yield from ("## Model", _table(self._model_rows()))
         yield from ("## Data", _table(self._data_rows()))
         yield from ("## Training", _table(self._training_rows()))
-        yield from ("The same training again:", _code("bash", self._train_command()))
+        yield from ("To repeat the training:", _code("bash", self._train_command()))
         yield (
-            "`config.yaml` has all settings; `model.json` and `report.json` describe the artefact and its comparison with fp32."
+            "`config.yaml` has all settings. In both, paths are shortened to the names of files and folders. `model.json` and "
+            "`report.json` describe the artefact and its comparison with fp32."
+        )
+        license = self.metadata().get("license")
+        yield from (
+            "## Licence",
+            f"`{license}`" if license else "Not stated. Ask the authors before you use the model.",
         )
 
     def _use(self) -> str:
         url, image = f"hf://{self.model.name}", self.description.input
-        lines = ["pip install 'dtrain[hf]'"]
+        lines = [install_command("hf")]
         if self._pipeline == "image-classification":
             lines.append(f"dtrain predict {url} photo.jpg")
         if self.description.tokenizer is not None:

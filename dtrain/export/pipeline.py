@@ -385,6 +385,8 @@ def _card(plan: _Plan, trained: _Trained, description: Description, report: dict
         state=trained.checkpoint.state,
         parameters=trained.parameters,
         license=plan.cfg.export.license,
+        intended_use=plan.cfg.export.intended_use,
+        limitations=plan.cfg.export.limitations,
         front_matter=push.front_matter,
     )
 

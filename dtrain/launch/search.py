@@ -32,6 +32,7 @@ import numpy as np
 from dtrain.config.directions import direction
 from dtrain.config.schema import SearchConfig
 from dtrain.errors import ConfigError, as_config_error, nearest
+from dtrain.extras import install_command
 from dtrain.files import replace_file
 from dtrain.launch import slurm
 from dtrain.launch.job import FAILED, FINISHED, STOPPED, Job, JobResult
@@ -149,7 +150,7 @@ def require_optuna() -> None:
     try:
         import optuna
     except ImportError:
-        raise ConfigError(f"{TRIALS}: a search needs Optuna: pip install 'dtrain[optuna]'") from None
+        raise ConfigError(f"{TRIALS}: a search needs Optuna: {install_command('optuna')}") from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 

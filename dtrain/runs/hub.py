@@ -18,6 +18,7 @@ from typing import Any
 
 from dtrain import __version__
 from dtrain.errors import ConfigError, in_brief, without_secrets_in
+from dtrain.extras import install_command
 from dtrain.files import read_json, size_and_hash
 
 #: Names of an artefact's files: its description, and its weights.
@@ -165,7 +166,7 @@ def hub_errors(what: str, files: tuple[str, ...] = (), *, note: str = "") -> Ite
         raise
     except ImportError as error:
         raise ConfigError(
-            f"{what} needs the package huggingface_hub ({error}). Run: pip install 'dtrain[hf]'"
+            f"{what} needs the package huggingface_hub ({error}). Run: {install_command('hf')}"
         ) from error
     except Exception as error:
         packages = {cause.__class__.__module__.partition(".")[0] for cause in _causes(error)}

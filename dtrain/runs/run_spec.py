@@ -31,6 +31,7 @@ from dtrain.distributed.torchrun import launched_rank
 from dtrain.errors import HIDDEN, SECRET_KEY, ConfigError, as_config_error, without_secrets_in
 from dtrain.files import parse_yaml, read_bounded
 from dtrain.runs.excluded import describe, read_excluded
+from dtrain.runs.hub import is_hub_url
 from dtrain.runs.trust import STARTED, command_content, mark_as_own
 
 #: Sections and keys that do not change the result of a run. They are not part of its default name, and a resumed run does not
@@ -46,6 +47,7 @@ WITHOUT_EFFECT_ON_THE_RESULT = (
     *("data.grow", "data.grow_allow_removed"),  # a run that is refused because its data changed is resumed with them
     *("parallel.timeout_start", "parallel.timeout_step"),
 )
+_INITIAL_WEIGHTS = ("run.weights_from", "run.warm_start.path")
 CONFIG, OVERRIDES = "config.yaml", "overrides.yaml"
 RESTORE = "Restore it, or use a different run.dir."
 # A path from the root, from a home or from a folder above, but not the rest of a URL or of a relative path.
@@ -134,15 +136,23 @@ class RunSpec:
 
         Initial weights of the hub are those of the commit that the run in the directory started with.
         """
-        saved = {key: self.saved_value(key) for key in ("run.weights_from", "run.warm_start.path")}
+        saved = {key: self.saved_value(key) for key in _INITIAL_WEIGHTS}
         config = self.with_values({key: value for key, value in saved.items() if value is not None}).config
         return {key: without_folders(value) for key, value in _with_effect(config_without_secrets(config)).items()}
 
     def command(self) -> list[str]:
-        """What was typed to start the run in the directory, for other people as in ``published``; [] if that is not known."""
-        saved = read_mapping(self.dir / OVERRIDES).get("overrides") if (self.dir / OVERRIDES).exists() else None
-        typed = [str(override) for override in saved] if isinstance(saved, list) else []
-        return [_rewritten(override, without_folders) for override in typed if not _has_no_effect(override)]
+        """The arguments that start the run in the directory, for other people as in ``published``; [] if they are not known."""
+        saved = read_mapping(self.dir / OVERRIDES) if (self.dir / OVERRIDES).exists() else {}
+        lists = (saved.get(key) for key in ("overrides", "config_dirs"))
+        typed, folders = ([str(it) for it in found] if isinstance(found, list) else [] for found in lists)
+        # The commit that the run began with: the branch may have moved since then.
+        pinned = {key: value for key in _INITIAL_WEIGHTS if is_hub_url(str(value := self.saved_value(key)))}
+        kept = [it for it in typed if not _has_no_effect(it) and it.partition("=")[0] not in pinned]
+        return [
+            *(word for folder in folders for word in ("--config-dir", without_folders(folder))),
+            *(_rewritten(override, without_folders) for override in kept),
+            *(f"{key}={value}" for key, value in pinned.items()),
+        ]
 
     def saved_value(self, key: str) -> Any:
         """The value of a key such as ``run.weights_from`` in the directory's config.

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 from dtrain.errors import ConfigError, shortened, without_secrets_in
+from dtrain.extras import install_command
 from dtrain.files import replace_file
 from dtrain.runs.records import JsonlSink, MediaFile, Record, Sink, cut_after
 from dtrain.tracking.console_sink import ConsoleSink, console_sink
@@ -36,9 +37,7 @@ if TYPE_CHECKING:
 #: The trackers, and the command that installs the package of each.
 TRACKERS = {
     "wandb": "pip install wandb",
-    "tensorboard": "pip install 'dtrain[tensorboard]'",
-    "mlflow": "pip install 'dtrain[mlflow]'",
-    "trackio": "pip install 'dtrain[trackio]'",
+    **{name: install_command(name) for name in ("tensorboard", "mlflow", "trackio")},
 }
 #: Further values of ``tracker.name``.
 _ALIASES: dict[str, tuple[str, ...]] = {"none": (), "both": ("wandb", "tensorboard")}

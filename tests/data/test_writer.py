@@ -16,6 +16,7 @@ from PIL import Image
 
 from dtrain.data.writer import balanced_sizes, check_key, encode, write_shard, write_shards
 from tests.refusals import refused
+from tests.shards import webdataset_reads
 
 
 def samples(count):
@@ -27,13 +28,6 @@ def members(path):
         return [(member.name, archive.extractfile(member).read()) for member in archive]
 
 
-def by_webdataset(paths):
-    pipeline = webdataset.DataPipeline(
-        webdataset.SimpleShardList([str(path) for path in paths]), webdataset.tarfile_to_samples()
-    )
-    return [{key: value for key, value in sample.items() if key != "__url__"} for sample in pipeline]
-
-
 def files(folder):
     return sorted(path.name for path in folder.iterdir())
 
@@ -41,7 +35,7 @@ def files(folder):
 def test_webdataset_reads_what_was_written(tmp_path):
     paths = write_shards(samples(10), tmp_path, shards=3)
     assert [path.name for path in paths] == [f"train-{n:06d}.tar" for n in range(3)]
-    read = by_webdataset(paths)
+    read = list(webdataset_reads(*paths))
     assert [sample["__key__"] for sample in read] == [f"sample_{n:04d}" for n in range(10)]
     assert [int(sample["cls"]) for sample in read] == list(range(10))
     assert [sample["bin"] for sample in read] == [sample["bin"] for sample in samples(10)]
@@ -89,7 +83,7 @@ def test_shards_are_balanced_and_complete(total, number):
 def test_a_stream_of_unknown_length_is_written_whole(tmp_path_factory, total, per_shard, known):
     folder = tmp_path_factory.mktemp("shards")
     paths = write_shards(iter(samples(total)), folder, per_shard=per_shard, total=total if known else None)
-    assert [sample["__key__"] for sample in by_webdataset(paths) if total] == [s["__key__"] for s in samples(total)]
+    assert [sample["__key__"] for sample in webdataset_reads(*paths) if total] == [s["__key__"] for s in samples(total)]
     sizes = [len(members(path)) // 2 for path in paths]
     assert all(sizes) or total == 0
     assert sizes == balanced_sizes(total, per_shard=per_shard) if known else set(sizes[:-1]) <= {per_shard}

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+from dtrain import extras
 from dtrain.config.schema import Config
 from dtrain.console import Finding
 from dtrain.data import ShardLoader
@@ -273,6 +274,9 @@ def test_checkpoints_in_memory_or_without_space_are_problems(monkeypatch: pytest
         ),
         ("sklearn", {"data": {"prepare": {"_target_": "dtrain.data.digits.prepare"}}}, "data.prepare", "demo"),
         ("trackio", {"tracker": {"name": "trackio"}}, "tracker.name", "trackio"),
+        ("s3fs", {"checkpoint": {"mirror": "s3://bucket/runs/a"}}, "checkpoint.mirror", "s3"),
+        ("huggingface_hub", {"run": {"weights_from": "hf://org/name"}}, "run.weights_from", "hf"),
+        ("huggingface_hub", {"run": {"warm_start": {"path": "hf://org/name"}}}, "run.warm_start.path", "hf"),
     ],
 )
 def test_packages_that_a_config_needs_are_named_with_their_command(
@@ -287,7 +291,8 @@ def test_packages_that_a_config_needs_are_named_with_their_command(
     for name in [name for name in sys.modules if name.partition(".")[0] == absent]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
-    monkeypatch.setattr(sinks, "find_spec", lambda name: None if name == absent else name)
+    for module in (sinks, extras):
+        monkeypatch.setattr(module, "find_spec", lambda name: None if name == absent else name)
     monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, **options: importlib.import_module(absent))
     monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path))
     cfg = config_of({"tracker": {"name": "none"}} | section)

@@ -136,6 +136,15 @@ def test_missing_packages_and_an_old_torch_are_named(monkeypatch: pytest.MonkeyP
     assert found("wandb").level == "warning"
 
 
+def test_the_extras_that_are_missing_are_named_without_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "is_installed", lambda extra: extra not in ("hf", "media"))
+    [found] = [finding for finding in machine._versions() if finding.subject == "extras"]
+    assert found.level == "ok"
+    installed, _, missing = found.text.partition("; not installed: ")
+    assert missing == "hf, media"
+    assert sorted([*installed.split(", "), *missing.split(", ")]) == sorted(machine.EXTRAS)
+
+
 def test_the_mode_of_wandb_is_shown_with_the_login_and_what_sends_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import json
+import shlex
 import socket
 import sys
 import tempfile
@@ -14,7 +15,9 @@ from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from dtrain import command_line, train
 from dtrain.export import __main__ as export
 from dtrain.export import artefact, pipeline
 from dtrain.export.compare import Comparison
@@ -23,6 +26,7 @@ from dtrain.export.reference import ReferenceRows
 from dtrain.runs.hub import HubModel
 from dtrain.runs.run_spec import without_folders
 from tests.hub_server import HubServer, point_at, serving_hub
+from tests.whole_runs import train_on, weights
 
 hub = pytest.importorskip("huggingface_hub", reason="hf needs huggingface_hub: pip install 'dtrain[hf]'")
 TOKEN, PASSWORD = "hf_token_of_the_test", "a-long-password"
@@ -47,6 +51,7 @@ def pushed(finished_run: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
                 f"export.out={out}",
             ),
             *("export.push=hf://org/digits", "export.license=apache-2.0"),
+            "export.intended_use='Reads *single* digits.'",
             f"data.augment={{_target_: some.Augmentation, file: {home}/noise.bin, password: {PASSWORD}}}",
         ]
 
@@ -104,6 +109,59 @@ def test_the_card_has_the_numbers_of_the_run_and_of_the_report(pushed: tuple[Pat
     assert 'from_hub("org/digits")' in card.text
     assert "dtrain train experiment=digits" in card.text
     assert "train.max_steps=15" in card.text
+
+
+def test_what_the_user_says_about_the_model_is_in_the_card_and_what_nobody_says_is_named(card: Any) -> None:
+    sections = {text.partition("\n")[0]: text.partition("\n")[2].strip() for text in card.text.split("\n## ")[1:]}
+    assert sections["Intended use"] == "Reads *single* digits."
+    assert sections["Limitations"] == "Not stated."
+    assert sections["Licence"] == "`apache-2.0`"
+    assert card.data.get("base_model") is None
+
+
+def command_of(card: Any) -> list[str]:
+    """The arguments of the ``dtrain train`` of a card."""
+    [line] = [line for line in card.text.splitlines() if line.startswith("dtrain train ")]
+    return shlex.split(line)[2:]
+
+
+@pytest.mark.slow
+def test_the_command_of_the_card_trains_the_same_weights(card: Any, finished_run: Path, tmp_path: Path) -> None:
+    command_line.run(train.train, [*command_of(card), f"run.dir={tmp_path}", "tracker=none"])
+    theirs, ours = weights(finished_run, 15), weights(tmp_path, 15)
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[name], ours[name]) for name in theirs)
+
+
+@pytest.mark.slow
+def test_a_model_that_began_with_one_of_the_hub_names_it_and_its_commit(
+    digits: Path, finished_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    presets = tmp_path / "home of ann" / "presets"
+    (presets / "experiment").mkdir(parents=True)
+    (presets / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [digits]\nmodel: {_target_: tests.toys.NormNet, width: 8}\n"
+    )
+    with serving_hub(tmp_path) as server:
+        point_at(server, tmp_path, monkeypatch)
+        monkeypatch.setenv("HF_TOKEN", server.add_user(TOKEN))
+        save_file(weights(finished_run, 15), tmp_path / "model.safetensors")
+        server.add_model("org/base", {"model.safetensors": (tmp_path / "model.safetensors").read_bytes()})
+        own = ("--config-dir", str(presets), "run.weights_from=hf://org/base", "train.max_steps=1")
+        train_on(1, tmp_path / "run", *own, experiment="mine")
+        commit = server.models["org/base"].branches["main"][-1]
+        server.models["org/base"].add_commit("main", {"model.safetensors": b"other"}, "second")
+        arguments = [f"run.dir={tmp_path / 'run'}", "samples=0", "export.measure=false", "export.push=hf://org/tuned"]
+        with mock.patch.object(sys, "argv", ["export", *arguments]):
+            export.main()
+        card = hub.ModelCard(server.models["org/tuned"].files()["README.md"].decode())
+    assert (card.data.base_model, card.data.base_model_relation) == (["org/base"], "finetune")
+    assert "Not stated. Ask the authors" in card.text
+    assert str(tmp_path) not in card.text
+    command = command_of(card)
+    assert command[:2] == ["--config-dir", "presets"]
+    assert command.count(f"run.weights_from=hf://org/base@{commit}") == 1
+    assert not {"run.weights_from=hf://org/base"} & {*command}
 
 
 def test_the_weights_say_what_they_are(pushed: tuple[Path, HubServer]) -> None:
@@ -164,9 +222,11 @@ def test_metadata_of_others_stay_and_own_ones_are_replaced(pushed: tuple[Path, H
     description, _ = artefact.read_description(pushed[0])
     report = json.loads((pushed[0] / "report.json").read_text())
     run = mock.Mock(command=lambda: [])
-    config = {"data": {"train": ["hf://datasets/org/shards@v1/a-*.tar"], "eval": "x.tar"}}
+    start = {"weights_from": None, "warm_start": {"path": None}}
+    config = {"run": start, "data": {"train": ["hf://datasets/org/shards@v1/a-*.tar"], "eval": "x.tar"}}
     theirs = {"license": "mit", "language": ["de"], "tags": ["old"], "model-index": []}
-    made = ModelCard(HubModel("org/digits"), run, config, description, report, {}, 1, None, theirs).metadata().to_dict()
+    made = ModelCard(HubModel("org/digits"), run, config, description, report, {}, 1, None, None, None, theirs)
+    made = made.metadata().to_dict()
     assert (made["license"], made["language"], made["datasets"]) == ("mit", ["de"], ["org/shards"])
     assert "old" not in made["tags"]
     assert made["model-index"][0]["results"][0]["dataset"]["name"] == "org/shards"

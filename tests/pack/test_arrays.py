@@ -11,6 +11,7 @@ import yaml
 
 from dtrain.data import ShardLoader
 from dtrain.pack.__main__ import main
+from tests.shards import webdataset_reads
 
 ROWS = 23
 
@@ -75,8 +76,8 @@ def test_the_printed_command_quotes_the_folder(arrays, tmp_path, capsys):
 
 def test_webdataset_reads_them(arrays, tmp_path):
     assert pack(tmp_path / "x.npy", tmp_path / "label.npy", tmp_path / "dst", "--shards", 2) == 0
-    shards = [str(path) for path in sorted((tmp_path / "dst").glob("*.tar"))]
-    samples = list(webdataset.WebDataset(shards, shardshuffle=False, empty_check=False).decode())
+    pipeline = webdataset_reads(*sorted((tmp_path / "dst").glob("*.tar")))
+    samples = list(pipeline.compose(webdataset.decode()))
     np.testing.assert_array_equal([sample["x.npy"] for sample in samples], arrays["x"])
     assert [sample["label.cls"] for sample in samples] == arrays["label"].tolist()
 
@@ -110,10 +111,9 @@ def test_each_row_is_in_one_split_and_shuffled_on_request(arrays, tmp_path):
     keys = {}
     for name, more in (("in order", ()), ("shuffled", ("--shuffle",))):
         assert pack(tmp_path / "label.npy", tmp_path / name, "--val", 0.25, *more) == 0
-        shards = {split: str(tmp_path / name / f"{split}-000000.tar") for split in ("train", "val")}
+        shards = {split: tmp_path / name / f"{split}-000000.tar" for split in ("train", "val")}
         keys[name] = {
-            split: [sample["__key__"] for sample in webdataset.WebDataset(shard, shardshuffle=False, empty_check=False)]
-            for split, shard in shards.items()
+            split: [sample["__key__"] for sample in webdataset_reads(shard)] for split, shard in shards.items()
         }
         assert sorted(keys[name]["train"] + keys[name]["val"]) == [f"{row:09d}" for row in range(ROWS)]
         assert len(keys[name]["val"]) == round(0.25 * ROWS)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from dtrain.data.fields.crop import Crop
 from dtrain.data.fields.field import Field
+from dtrain.extras import install_command
 
 #: Parts of more decoded bytes are rejected.
 MAX_BYTES = 2**30
@@ -54,9 +55,8 @@ def torchcodec_decoders() -> Any:
         import torchcodec.decoders
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "audio and video need the package torchcodec, which is not installed. Run: pip install 'dtrain[media]' (in a "
-            "checkout: pip install -e '.[media]'), and install FFmpeg's libraries: apt install ffmpeg, or conda install "
-            "ffmpeg.",
+            f"audio and video need the package torchcodec, which is not installed. Run: {install_command('media')}, and "
+            "install FFmpeg's libraries: apt install ffmpeg, or conda install ffmpeg.",
             name=error.name,
         ) from error
     except (ImportError, OSError, RuntimeError) as error:

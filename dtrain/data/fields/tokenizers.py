@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from dtrain.extras import install_command
 from dtrain.files import read_json, replace_file
 
 #: Name of the vocabulary file.
@@ -380,7 +381,6 @@ def _content(name: str) -> str:
 
 def _missing(package: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
     return ModuleNotFoundError(
-        f"tokenizer {package}:... needs the package {package}, which is not installed. Run: pip install "
-        "'dtrain[text]' (in a checkout: pip install -e '.[text]').",
+        f"tokenizer {package}:... needs the package {package}, which is not installed. Run: {install_command('text')}.",
         name=error.name,
     )

@@ -171,7 +171,8 @@ def write_tokens(path: Path, token: int) -> None:
 def test_a_shard_that_is_overwritten_while_it_is_open_ends_the_run_although_all_samples_are_good(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, change: int
 ) -> None:
-    monkeypatch.setattr(shard_source, "_SECONDS_BETWEEN_CHECKS", 0.0)
+    for name in ("_SECONDS_BETWEEN_CHECKS", "_DURATIONS_BETWEEN_CHECKS"):
+        monkeypatch.setattr(shard_source, name, 0)
     path = tmp_path / "x.tar"
     write_tokens(path, 1000)
     fields = {"tok": {"name": "tokens", "role": "id", "dtype": "uint16", "length": 2048}}
