@@ -117,9 +117,9 @@ class Dtrain(Saver):
         step, _ = self._checkpoints.newest_good()
         assert step is not None
         checkpoint, model = self._checkpoints.load(step), self.training.model
-        copy_into(model, checkpoint.tensors["model"])
-        tensors, values = checkpoint.tensors["optimizer"], checkpoint.state["optimizer"]
-        load_optimizer(self.training.optimizer, model, tensors, values, [])
+        groups: Any = checkpoint.tensors  # whole tensors, not the parts of a rank
+        copy_into(model, groups["model"])
+        load_optimizer(self.training.optimizer, model, groups["optimizer"], checkpoint.state["optimizer"], [])
 
 
 class DtrainWaits(Dtrain):

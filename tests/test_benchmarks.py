@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +19,8 @@ import numpy as np
 import pytest
 import yaml
 
-from benchmarks import harness, low_precision, proof, scaling, soak
+from benchmarks import harness, loader, loader_work, low_precision, proof, scaling, soak
+from benchmarks.loader_contenders import LOADERS, MODULES, rows
 from benchmarks.shuffle_quality import SortedShards
 from benchmarks.step import make_table
 from benchmarks.step_contenders import Turn
@@ -140,11 +143,53 @@ def test_class_mix_is_pearsons_statistic_over_its_degrees_of_freedom() -> None:
 
 @pytest.mark.slow
 def test_loader(tmp_path: Path) -> None:
-    rows = ("dtrain", "webdataset", "litdata", "mosaicml-streaming", "DALI", "decoding alone")
-    [found] = quick("loader", tmp_path, "--images", "32x32", "--workers", "0", rows=rows)["measured"].values()
-    rates = {(row["loader"], row["decoder"]): row["rounds"] for row in found}
-    assert rates["dtrain", "simplejpeg"][0]["samples/s"] > 0
-    assert rates["webdataset", "Pillow"]
+    rows = ("dtrain", "webdataset", "litdata", "mosaicml-streaming", "Grain", "SPDL, 1 thread", "tf.data")
+    rows += ("DALI, 1 thread", "decoding alone")
+    found = quick("loader", tmp_path, "--work", "32x32", "tokens", "npy", "--workers", "0", rows=rows)["measured"]
+    for measured in found.values():
+        rates = {(row["loader"], row["dtype"]): row["rounds"] for row in measured}
+        assert rates["dtrain", measured[0]["dtype"]][0]["samples/s"] > 0
+        assert rates["webdataset", measured[0]["dtype"]]
+
+
+@pytest.mark.parametrize("kind", ["tokens", "npy"])
+def test_every_loader_makes_batches_of_the_stored_samples(kind: str, tmp_path: Path) -> None:
+    harness.declare_torchvision_operators()
+    work = loader_work.make_work(kind, tmp_path, None, quick=True)
+    stored: dict[bytes, bytes | None] = {}
+    for path in work.shards:
+        with tarfile.open(path) as tar:
+            content = {member.name: tar.extractfile(member).read() for member in tar}  # type: ignore[union-attr]
+        for name, data in content.items():
+            if name.endswith(".tok"):
+                stored[data] = None
+            elif name.endswith(".npy"):
+                stored[np.load(io.BytesIO(data)).tobytes()] = content[name.replace(".npy", ".cls")]
+    there = [row for row in rows(work, 0) if loader.is_installed(MODULES.get(row.loader, row.loader))]
+    assert {"dtrain", "webdataset"} <= {row.loader for row in there}
+    for row in there:
+        order = []
+        for data, labels, valid in itertools.islice(LOADERS[row.loader](work, 0, row), 4):
+            loader_work.check(work, row, data, labels)
+            payloads = [np.asarray(sample).tobytes() for sample in data]
+            assert valid == len(payloads) == work.batch
+            assert [stored[payload] for payload in payloads] == [
+                None if labels is None else b"%d" % int(labels[place]) for place in range(valid)
+            ]
+            order += payloads
+        assert len(set(order)) == len(order)
+        assert order != list(stored)[: len(order)]
+
+
+def test_notes_say_which_peer_is_faster_than_dtrain() -> None:
+    work = loader_work.Work("npy", "npy", [], "", 64, None)
+    row = {name: loader_work.Row(name, "", "fp32") for name in ("dtrain", "webdataset", "DALI", "Grain")}
+    rates = {row["dtrain"]: [100.0], row["webdataset"]: [50.0], row["DALI"]: [200.0], row["Grain"]: []}
+    costs = {row["dtrain"]: [10.0], row["webdataset"]: [30.0], row["DALI"]: [40.0], row["Grain"]: []}
+    [line] = loader.compare(work, rates, costs)
+    assert line == (
+        "fp32: dtrain is slower than DALI: 0.50 times as fast; it needs 1/3.00 of the CPU time of the cheapest, webdataset"
+    )
 
 
 @pytest.mark.slow

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import lightning
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from benchmarks import harness
 from benchmarks.faults import protocol
+
+harness.declare_torchvision_operators()  # Lightning imports torchvision where it is installed
+
+import lightning  # noqa: E402
+from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
 
 
 class Module(lightning.LightningModule):

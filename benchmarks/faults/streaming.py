@@ -9,10 +9,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from streaming import MDSWriter, StreamingDataLoader, StreamingDataset
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks import harness
 from benchmarks.faults import protocol
+
+harness.declare_torchvision_operators()  # which streaming imports
+
+from streaming import MDSWriter, StreamingDataLoader, StreamingDataset  # noqa: E402
 
 
 def prepare(data: Path) -> None:
