@@ -27,7 +27,8 @@ Each measurement is a process of its own with files in the page cache and one th
 counted. CPU time covers loader and workers; other load of the machine changes it little, and samples a second a lot.
 
 mosaicml-streaming needs an older numpy than dtrain is tested with, so install the peers without constraints.txt in an
-environment of their own: ``pip install -e . --group bench tensorflow-cpu nvidia-dali-cuda120``. Rows of missing packages say so.
+environment of their own: ``pip install -e . --group bench tensorflow-cpu nvidia-dali-cuda120``. Rows of missing packages say
+so.
 """
 
 from __future__ import annotations
