@@ -61,7 +61,8 @@ def accepted(words: list[str], monkeypatch: pytest.MonkeyPatch) -> bool:
         return script.exists() and (script.suffix != ".py" or _has_options(words, script))
     benchmark = next((word.replace(".", "/") for word in words if word.startswith("benchmarks.")), None)
     if benchmark is not None:
-        module = ROOT / f"{benchmark}.py"
+        package = ROOT / benchmark / "__main__.py"
+        module = package if package.exists() else ROOT / f"{benchmark}.py"
         return module.exists() and _has_options(words, module, ROOT / "benchmarks" / "harness.py")
     if words[0] == "dtrain":
         if words[1] == "completion":
