@@ -30,9 +30,9 @@ _HEAD = """# Every key
 Written by `python scripts/config_page.py` from [the schema](../dtrain/config/schema.py) and [the presets](../conf): edit those.
 
 A run is described by keys, `KEY=VALUE` on the command line, and by presets, which set several keys, `GROUP=PRESET`.
-`dtrain train --help` explains both, with the values that a command line gives them, `--cfg job` prints the config alone, and
-`--info defaults` the files that the values come from. Options of a single command (`checkpoint=best`, `weights=ema`) are in
-its own `--help`. Your own presets are in a folder named by `--config-dir`: [tour](tour.md#your-own-model-and-task).
+`dtrain train --help` explains both, with the values that a command line gives them; `--cfg job` prints only the config, and
+`--info defaults` prints the files that the values come from. Options of a single command (`checkpoint=best`, `weights=ema`) are
+in its own `--help`. Your own presets are in a folder named by `--config-dir`: [tour](tour.md#your-own-model-and-task).
 
 ## Completion
 

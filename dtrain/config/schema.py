@@ -22,9 +22,9 @@ Section = TypeVar("Section")
 
 @dataclass
 class WarmStartConfig:
-    """Weights of another model as the initial weights of a new run. All names must match, except those in `skip`."""
+    """Weights of a different model as the initial weights of a new run. All names must match, except those in `skip`."""
 
-    # a run directory, a checkpoint folder, a .safetensors file, an artefact, or a model of the hub: hf://ORG/NAME[@REVISION]
+    # a run directory, a checkpoint folder, a .safetensors file, an artefact, or a model on the hub: hf://ORG/NAME[@REVISION]
     path: str | None = None
     # prefixes of names: there -> here; the first match counts; each * is one part of a name, such as a number
     rename: dict[str, str] = field(default_factory=dict)
@@ -37,10 +37,10 @@ class WarmStartConfig:
 class RunConfig:
     """Identity and directory of the run."""
 
-    name: str | None = None  # of the run; null: <experiment>-<hash of the config>
+    name: str | None = None  # name of the run; null: <experiment>-<hash of the config>
     dir: str | None = None  # the run's directory; null: runs/<name>
-    seed: int = 0  # of the order, the augmentation, the initial weights and dropout
-    max_hours: float | None = None  # of this start: it then saves and stops, and the same command resumes
+    seed: int = 0  # seed of the order, the augmentation, the initial weights and dropout
+    max_hours: float | None = None  # longest time of a start: it then saves and stops, and the same command resumes
     # auto: resume if there is a checkpoint | must: fail if there is none | never: begin at step 0 and move the records of a run
     # whose checkpoints were lost aside; fail if there is a checkpoint
     resume: str = "auto"
@@ -49,7 +49,7 @@ class RunConfig:
     # DIR@STEP: begin with the state of a different run after a step, 0 for its initial state. Without an experiment the command
     # line of DIR is used, except for its name, directory and launcher
     fork: str | None = None
-    fork_data: str = "keep"  # keep: continue in the same data | restart: from epoch 0, also of different data
+    fork_data: str = "keep"  # keep: continue in the same data | restart: from epoch 0; the data may differ
 
 
 @dataclass
@@ -60,10 +60,10 @@ class TrainConfig:
     # samples per forward pass on one rank; null: its share of the global batch; auto: the largest that fits, found before the
     # first step
     micro_batch_size: int | str | None = None
-    # length of the run in steps; null: no limit. The first of max_steps and max_epochs ends the run
+    # length of the run in steps; null: no limit. Whichever of max_steps and max_epochs is reached first ends it
     max_steps: int | None = None
-    # length of the run in epochs; null: no limit. The schedule is laid out over max_epochs, also if max_steps ends the run
-    # before; else over max_steps
+    # length of the run in epochs; null: no limit. The schedule is laid out over max_epochs, even if max_steps ends the run
+    # earlier; without max_epochs, over max_steps
     max_epochs: int | None = None
     clip_norm: float | None = None  # largest norm of all gradients together; null: no clipping
     log_every: int = 10  # steps between two records in metrics.jsonl
@@ -72,21 +72,21 @@ class TrainConfig:
     # parameters that are not trained: patterns (fnmatch) of names of parameters or modules, or {patterns: [..], until: STEP,
     # batchnorm: eval}: only up to this step, and with their BatchNorm in eval mode; see docs/recipes.md
     freeze: list[Any] = field(default_factory=list)
-    ema_decay: float | None = None  # of the moving average of the weights; null: none
+    ema_decay: float | None = None  # decay of the moving average of the weights; null: no average
     compile: Any = False  # torch.compile: true: the whole model | patterns of modules, such as [blocks.*]
     channels_last: bool = True  # memory layout of images and convolution weights; false: torch's default
     # patterns of modules with activation checkpointing: activations are recomputed in the backward; [blocks.*]
     checkpoint_activations: list[str] = field(default_factory=list)
-    hooks: list[Any] = field(default_factory=list)  # own code called at fixed points: [{_target_: package.MyHook}]
-    max_memory_retries: int = (
-        4  # steps of a start that may be done again, with smaller micro-batches, if memory runs out
-    )
+    # your own code, called at fixed points: [{_target_: package.MyHook}]
+    hooks: list[Any] = field(default_factory=list)
+    # steps of a start that may be repeated, with smaller micro-batches, if memory runs out
+    max_memory_retries: int = 4
     # skipped steps in a row after which the run fails; null: 50 with loss scaling, 10 without
     max_consecutive_skips: int | None = None
     # metrics of torchmetrics in evaluations: {f1: {_target_: torchmetrics.classification.MulticlassF1Score, num_classes: 10}},
     # see docs/models.md
     metrics: dict[str, Any] = field(default_factory=dict)
-    # spikes of the gradient norm: {factor: 6, window: 128, action: warn|skip}, see docs/replay.md; null: not looked for
+    # spikes of the gradient norm: {factor: 6, window: 128, action: warn|skip}, see docs/replay.md; null: no search for spikes
     spike: Any = None
 
 
@@ -94,8 +94,8 @@ class TrainConfig:
 class CacheConfig:
     """Local copies of shards on network storage or behind a URL, shared by all processes of a node."""
 
-    dir: str | None = None  # null: the folder shards in dtrain's cache directory; should be on a local disk
-    max_gb: float | None = None  # null: half of the free space of that disk
+    dir: str | None = None  # folder, on a local disk; null: the folder shards in dtrain's cache directory
+    max_gb: float | None = None  # largest size of all copies; null: half of the free space of that disk
 
 
 @dataclass
@@ -117,13 +117,14 @@ class DataConfig:
     epoch_of: str | None = None  # the source whose epochs count as the mixture's; null: the first
     # a field that a source of the mixture lacks: refuse | mask: zeros, and false in the field has_NAME
     missing: str = "refuse"
-    fields: dict[str, Any] = field(default_factory=dict)  # by extension of the members: name, role, size, mean, std
+    # how members are read, by extension: name, role, size, mean, std
+    fields: dict[str, Any] = field(default_factory=dict)
     image_size: int = 224  # height and width of images in the presets shards and imagenet
     # processes that build batches; 0: the training process does; auto: as many as the data need and the cores allow
     num_workers: int | str = "auto"
     shuffle: str = "window"  # window: within shuffle windows | full: all samples | none: as stored
     # contiguous pieces of the epoch from which each step draws; null: a divisor of the global batch up to 64, or up to the
-    # ranks of the first start if they are more; 1 if unshuffled
+    # number of ranks of the first start if it is larger; 1 if unshuffled
     lanes: int | None = None
     window: int | None = None  # shards of a shuffle window: neighbours in a lane that are shuffled together; null: 8
     # samples that are shuffled together in a dataset by _target_; null: 1, in a large dataset more
@@ -152,7 +153,7 @@ class DataConfig:
     storage: str = "auto"  # slow: read files through the cache | fast: directly | auto: slow on network file systems
     cache: CacheConfig = field(default_factory=CacheConfig)
     record_keys: bool = False  # write the sample keys of each step to logs/keys-rank-*.jsonl
-    start_method: str | None = None  # of the workers: fork | forkserver | spawn; null: Python's default
+    start_method: str | None = None  # start method of the workers: fork | forkserver | spawn; null: Python's default
     prefetch: int = 2  # micro-batches that a worker builds ahead
     max_worker_restarts: int = 3  # times that a rank restarts its workers after one was killed; 0: the run ends
     transfer: str = "auto"  # dtype of features from worker to device: auto: the compute dtype | fp32
@@ -166,10 +167,10 @@ class LossScaleConfig:
     ``precision.loss_scale=none`` trains in fp16 without one, and with a warning: small gradients become zero.
     """
 
-    init: float = 65536.0  # of the first step
+    init: float = 65536.0  # loss scale of the first step
     growth_factor: float = 2.0  # applied after growth_interval steps without a skip
     backoff_factor: float = 0.5  # applied after hysteresis skips
-    growth_interval: int = 2000  # steps
+    growth_interval: int = 2000  # steps in a row without a skip before the scale grows
     min: float = 1.0  # lower limit
     max: float = 16777216.0  # upper limit
     hysteresis: int = 1  # skips before a backoff
@@ -209,7 +210,7 @@ class ParallelConfig:
     # without train.deterministic, find_unused_parameters and static_graph
     gradient_as_bucket_view: bool = True
     sync_batchnorm: bool = False  # BatchNorm statistics over all ranks; GPUs only; each layer waits for the GPU
-    reduce_dtype: str = "fp32"  # of the all-reduce of gradients: fp32 | bf16 | fp16, which limits the loss scale
+    reduce_dtype: str = "fp32"  # dtype of the all-reduce of gradients: fp32 | bf16 | fp16, which limits the loss scale
     # experimental: when a rank is lost, the others continue without a restart; DDP on CPUs, with srun
     recover: bool = False
 
@@ -222,7 +223,7 @@ class CheckpointConfig:
     every_minutes: float | None = 15.0  # minutes between two checkpoints; null: not by time
     keep_last: int = 2  # number of newest checkpoints that are kept
     keep_every: int | None = None  # checkpoints whose step is a multiple of it are never deleted; null: none
-    # without parameters that require no gradient, such as the base of an adapter: they are built again and compared by hash
+    # leave out parameters that require no gradient, such as the base of an adapter: they are built again and compared by hash
     only_trained: bool = False
     # a URL that complete checkpoints and the records of the run are copied to, such as s3://BUCKET/runs/NAME. A start with an
     # empty run.dir continues from there, on any machine, see docs/mirror.md; null: none
@@ -250,10 +251,10 @@ class TrackerConfig:
     name: Any = "none"
     project: str = "dtrain"  # project of wandb and Trackio, experiment of MLflow
     entity: str | None = None  # wandb user or team; null: wandb's default
-    # of wandb: online | offline | disabled; null: WANDB_MODE, else online as a sweep's agent, else as at the run's last start,
-    # else offline
+    # mode of wandb: online | offline | disabled; null: WANDB_MODE, else online for the agent of a sweep, else as at the run's
+    # last start, else offline
     mode: str | None = None
-    tags: list[str] = field(default_factory=list)  # of wandb and MLflow
+    tags: list[str] = field(default_factory=list)  # tags of the run in wandb and MLflow
     # checkpoints that wandb gets as artifacts: none | best (of checkpoint.best) | last (at the end of each start) | all
     artifacts: str = "none"
     # MLflow's server or store; null: MLFLOW_TRACKING_URI, else MLflow's own default, mlflow.db in the working directory
@@ -271,7 +272,7 @@ class SearchConfig:
     direction: str | None = None
     best: bool = False  # the objective of a run is its best value; false: its last value
     sampler: str = "tpe"  # tpe: values near the good runs' | random
-    seed: int = 0  # of the sampler
+    seed: int = 0  # seed of the sampler
     # median: stop a run that is worse than the median of the others at its step | halving: successive halving | none
     pruner: str = "none"
     max_failures: int = 3  # failed runs in a row after which the search ends
@@ -291,11 +292,12 @@ class LaunchConfig:
     search: SearchConfig = field(default_factory=SearchConfig)
     # start with fewer nodes, at least this many, if the others are not free; the global batch stays the same
     min_nodes: int | None = None
-    time: str = "01:00:00"  # of one allocation, not of the run
-    partition: str | None = None  # null: the cluster's default
+    time: str = "01:00:00"  # time limit of one allocation, not of the run
+    partition: str | None = None  # partition of the job; null: the cluster's default
     account: str | None = None  # account to charge; null: the cluster's default
-    gpus_per_node: int | None = None  # null: one per process; 0: nodes without GPUs
-    cpus_per_process: int | None = None  # null: one, and one for each of data.num_workers (auto: four)
+    gpus_per_node: int | None = None  # GPUs per node; null: one per process; 0: nodes without GPUs
+    # CPU cores per process; null: one, and one for each of data.num_workers (auto: four)
+    cpus_per_process: int | None = None
     # seconds before the end of the allocation at which the run is asked to stop: more than a step and a checkpoint take
     stop_seconds: int = 120
     requeue: bool = True  # submit again until the run is finished
@@ -319,7 +321,7 @@ class ExportConfig:
     measure: bool = True  # measure time and memory, compared with the same weights in fp32
     batch: list[int] = field(default_factory=lambda: [1, 32])  # batch sizes to measure
     max_latency_ms: float | None = None  # also find the largest batch within this latency
-    max_memory_gib: float | None = None  # and within this memory
+    max_memory_gib: float | None = None  # also find the largest batch within this memory
     # merge BatchNorm into convolutions; false: keep it, so that a training can start from the weights (run.weights_from)
     fold: bool = True
     # an adapter of peft: merged: into the weights | separate: only the adapter, in the format of peft | kept: as it was trained
@@ -328,10 +330,10 @@ class ExportConfig:
     push: str | None = None
     # a new repository of export.push is visible to its owners only; an existing one does not change
     private: bool = True
-    # of the model card of export.push: the licence, such as apache-2.0. What is null here and below is "Not stated" in the card
+    # licence in the model card of export.push, such as apache-2.0. What is null here and below is "Not stated" in the card
     license: str | None = None
-    intended_use: str | None = None  # of the model card, Markdown: what the model is for
-    limitations: str | None = None  # of the model card, Markdown: where the model fails or must not be used
+    intended_use: str | None = None  # in the model card, Markdown: what the model is for
+    limitations: str | None = None  # in the model card, Markdown: where the model fails or must not be used
     push_replace: bool = False  # export.push replaces all files of a repository that has a different model
 
 
@@ -342,10 +344,10 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    model: dict[str, Any] | None = None  # has to be set: _target_ of a torch.nn.Module, and its arguments
+    model: dict[str, Any] | None = None  # required: _target_ of a torch.nn.Module, and its arguments
     task: dict[str, Any] | None = None  # _target_ of task(model, batch) -> Output, and its arguments
     # _target_ of an optimizer, and its arguments; no_decay: patterns of parameters without weight decay; groups:
-    # {NAME: {patterns: [..], lr: FACTOR, weight_decay: FACTOR}}: parameters with other rates and decays, see docs/recipes.md
+    # {NAME: {patterns: [..], lr: FACTOR, weight_decay: FACTOR}}: groups with their own rates and decays, see docs/recipes.md
     optimizer: dict[str, Any] | None = None
     schedule: dict[str, Any] | None = None  # _target_ of a learning-rate schedule, and its arguments
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)

@@ -91,10 +91,10 @@ class Field:
         name: Key of the batch.
         role: What the values are, one of ``dtrain.precision.policy.ROLES``; None: the role that the extension implies, if
             any and if there is no decoder.
-        size: Height and width in pixels that an image, or each frame of a video, is resized to; None keeps its own. An
+        size: Height and width in pixels that an image, or each frame of a video, is resized to; None: no resizing. An
             augmentation that starts with a crop (``dtrain.data.augment.Cropper``) replaces it.
         shorter_side: Resize the image's shorter side to this many pixels, the other in proportion, and cut ``size``
-            from the middle, as usual in evaluation (256 and 224). None resizes to ``size``, ignoring the aspect ratio.
+            from the middle, as is usual in evaluation (256 and 224). None resizes to ``size``, ignoring the aspect ratio.
         mean: Mean of each channel, subtracted on the device from an image or video scaled to [0, 1].
         std: Standard deviation of each channel, by which it is then divided.
         decoder: ``decoder(payload: bytes) -> value`` in place of the built-in one.
@@ -105,11 +105,11 @@ class Field:
             images of fine textures, because a crop begins at a whole pixel of the reduced image.
         dtype: The member is a row of numbers without any header, little-endian, of this type (``RAW_DTYPES``), such as
             tokens of a language model. They keep their type on the way to the device.
-        length: With ``dtype``: how many numbers each row has; a member of a different length is a bad sample. None accepts
+        length: With ``dtype``: numbers of a row; a member of a different length is a bad sample. None accepts
             any length. With ``tokenizer``: tokens of a row; required. With the role audio: samples of a row, cut from a
             longer recording (``clip``); a shorter one is padded with zeros, and the batch then also has ``<name>_mask``,
             bool ``[rows, length]``, false where a row is padded. None keeps all; they must then be equally long. With the role
-            boxes: the most boxes of a sample; required. Fewer are padded with zeros, and the batch then also has
+            boxes: the largest number of boxes of a sample; required. Fewer are padded with zeros, and the batch then also has
             ``<name>_count``, int64 ``[rows]``. A sample with more boxes is a bad sample.
         key: Where the value is inside a json member, such as ``meta.label``; list indices are numbers, ``boxes.0``. The
             roles label and id take integers (or nested lists of equal length of them), as int64; feature, target, coord
@@ -117,16 +117,16 @@ class Field:
         tokenizer: ``bytes``, ``tiktoken:NAME``, ``tokenizers:FILE`` or ``vocabulary:FOLDER`` (of the shards of a text); turns
             the role text into tokens, int64 ``[length]``: the text, cut to ``length - 1`` tokens, its end-of-text token, and
             padding (0). The batch then also has ``<name>_mask``, bool ``[rows, length]``, false where a row is padded.
-        sample_rate: Samples per second that audio is resampled to; None keeps its own.
+        sample_rate: Samples per second that audio is resampled to; None keeps the recording's.
         channels: 1 mixes audio down to mono, 2 gives stereo, both as FFmpeg does (left and right are added with a weight of
-            0.71 each); None keeps its own.
+            0.71 each); None keeps the recording's.
         num_frames: Frames of a video; required. A video that is too short repeats its last frame.
-        stride: Distance between the frames that are taken; 1 takes neighbours.
-        fps: In place of ``stride``: frames per second, by the times of the frames in the file.
+        stride: Takes every n-th frame; 1 takes consecutive frames.
+        fps: Instead of ``stride``: frames per second, by the times of the frames in the file.
         clip: Which part of a recording is taken: ``"middle"``; or ``"random"``, drawn for each (seed, epoch, sample), in
             training only: ``data.eval`` always takes the middle.
         of: Name of the image that a mask or boxes belong to; None: the only image of the sample.
-        ignore: Number of the pixels that an augmentation adds around a mask, which the task leaves out; from 0 to 255.
+        ignore: Value of the pixels that an augmentation adds around a mask, which the task leaves out; from 0 to 255.
 
     Attributes:
         kind: How the bytes are read: one of the values of ``KINDS``, ``"raw"`` or ``"custom"``. Derived.
