@@ -10,17 +10,37 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 
+from tests.property_tests import QUICK, THOROUGH
 from tests.quick_hydra import quick_hydra
-
-# How long an example takes depends on what else the machine does.
-settings.register_profile("dtrain", deadline=None)
-settings.load_profile("dtrain")
 
 # What is imported and collected stays: the collector would search its million objects again and again, in ranks forked from
 # this process too.
 gc.disable()
+
+
+#: Files whose tests take long together, the longest first: a worker that begins one of them last is waited for.
+LONG = ()
+
+
+def _runs_slow_tests(config: pytest.Config) -> bool:
+    return config.option.markexpr == "slow"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile(THOROUGH if _runs_slow_tests(config) else QUICK)
+    config.option.loadscopereorder = False  # pytest-xdist begins with the files that have the most tests
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if _runs_slow_tests(config):
+        for item in items:
+            if is_hypothesis_test(getattr(item, "obj", None)):
+                item.add_marker("slow")
+    places = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_collection_finish() -> None:

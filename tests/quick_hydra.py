@@ -46,7 +46,8 @@ def quick_hydra() -> Iterator[None]:
 
     def merge_configs(self: Any, defaults: list[Any], repo: Any) -> Any:
         # The configs from which dtrain has removed what others replace, the last one first.
-        key = pickle.dumps([(result.config, default.package) for result, default in zip(self._loaded[::-1], defaults, strict=True)])
+        configs = [result.config for result in self._loaded[::-1]]
+        key = pickle.dumps([*zip(configs, (default.package for default in defaults), strict=True)])
         if key not in merged:
             merged[key] = pickle.dumps(merge(self, defaults, repo))
         self._loaded.clear()
@@ -61,7 +62,7 @@ def quick_hydra() -> Iterator[None]:
         return copied(self, memo) if self._get_parent() is not None else pickle.loads(pickle.dumps(self))
 
     with (
-        mock.patch.object(schema, "register", lambda: None),
+        mock.patch.object(schema, "register"),
         mock.patch.object(config_repository.ConfigRepository, "load_config", load_config),
         mock.patch.object(ConfigLoaderImpl, "_compose_config_from_defaults_list", merge_configs),
         # Hydra makes it for each preset, which takes a seventh of the time, though only ``- group: ${other}`` needs it.

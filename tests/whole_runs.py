@@ -53,9 +53,7 @@ def _composed(arguments: list[str]) -> Callable[[Callable[[DictConfig], None], l
     schema.register()
     compose._register_resolvers()
     try:
-        compose._call_hydra(
-            lambda cfg: found.append((cfg, HydraConfig.instance().cfg)), options_last(arguments)
-        )
+        compose._call_hydra(lambda cfg: found.append((cfg, HydraConfig.instance().cfg)), options_last(arguments))
     except Exception:  # noqa: BLE001 - shown by the ranks
         return None
 
