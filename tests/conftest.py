@@ -21,7 +21,42 @@ gc.disable()
 
 
 #: Files whose tests take long together, the longest first: a worker that begins one of them last is waited for.
-LONG = ()
+LONG = (
+    "training/test_loop.py",
+    "replay/test_replay.py",
+    "training/test_memory_retry.py",
+    "launch/test_search.py",
+    "test_docs.py",
+    "training/test_growing_runs.py",
+    "replay/test_trace.py",
+    "training/checkpoint/test_fork.py",
+    "test_train.py",
+    "data/loading/test_worker_deaths.py",
+    "test_evaluate.py",
+    "tracking/test_wandb_sink.py",
+    "test_imports.py",
+    "export/test_formats.py",
+    "export/test_main.py",
+    "training/test_micro_batch.py",
+    "training/test_step.py",
+    "data/order/test_find.py",
+    "test_train_refused.py",
+    "runs/test_run_spec.py",
+    "precision/test_grad_scaler_ranks.py",
+    "test_train_again.py",
+    "launch/test_job.py",
+    "doctor/test_lr.py",
+    "test_excluded.py",
+    "training/test_metrics.py",
+    "data/loading/test_workers.py",
+    "training/test_hook_calls.py",
+    "pack/test_main.py",
+    "training/test_step_memory.py",
+    "test_predict.py",
+    "training/test_stream_runs.py",
+    "config/test_merge.py",
+    "training/setup/test_loaders.py",
+)
 
 
 def _runs_slow_tests(config: pytest.Config) -> bool:

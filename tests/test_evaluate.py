@@ -80,7 +80,7 @@ def by_hand(weights: Path, shards: Path) -> tuple[dict[str, float], list[list[in
     return {"loss": sum(losses) / count, "accuracy": hits / count, "samples": count, "bad_samples": 0}, confusion
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("ranks", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2)), 3])
 def test_each_sample_counts_once_at_any_number_of_ranks(
     finished_run: Path, digits: Path, tmp_path: Path, ranks: int
 ) -> None:

@@ -29,7 +29,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     ("ranks", "overrides"),
     [
         pytest.param(3, [], id="3 ranks, which do not divide 64"),
-        pytest.param(2, ["train.micro_batch_size=8"], id="2 ranks x 4 micro-batches"),
+        pytest.param(2, ["train.micro_batch_size=8"], id="2 ranks x 4 micro-batches", marks=pytest.mark.slow),
         pytest.param(1, ["train.micro_batch_size=16", "data.num_workers=3"], id="1 rank x 4, 3 workers"),
     ],
 )
