@@ -41,21 +41,6 @@ LONG = (
     "training/test_step.py",
     "data/order/test_find.py",
     "test_train_refused.py",
-    "runs/test_run_spec.py",
-    "precision/test_grad_scaler_ranks.py",
-    "test_train_again.py",
-    "launch/test_job.py",
-    "doctor/test_lr.py",
-    "test_excluded.py",
-    "training/test_metrics.py",
-    "data/loading/test_workers.py",
-    "training/test_hook_calls.py",
-    "pack/test_main.py",
-    "training/test_step_memory.py",
-    "test_predict.py",
-    "training/test_stream_runs.py",
-    "config/test_merge.py",
-    "training/setup/test_loaders.py",
 )
 
 
@@ -75,6 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if is_hypothesis_test(getattr(item, "obj", None)):
                 item.add_marker("slow")
     places = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
+    assert not (gone := [path for path in places if not path.exists()]), f"LONG: {gone}"
     items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
