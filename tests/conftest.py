@@ -3,26 +3,65 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import pickle
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from hydra.core.config_store import ConfigStore
-from hydra.core.object_type import ObjectType
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 
-# How long an example takes depends on what else the machine does.
-settings.register_profile("dtrain", deadline=None)
-settings.load_profile("dtrain")
+from tests.property_tests import QUICK, THOROUGH
+from tests.quick_hydra import quick_hydra
 
 # What is imported and collected stays: the collector would search its million objects again and again, in ranks forked from
 # this process too.
 gc.disable()
+
+
+#: Files whose tests take long together, the longest first: a worker that begins one of them last is waited for.
+LONG = (
+    "training/test_loop.py",
+    "replay/test_replay.py",
+    "training/test_memory_retry.py",
+    "launch/test_search.py",
+    "test_docs.py",
+    "training/test_growing_runs.py",
+    "replay/test_trace.py",
+    "training/checkpoint/test_fork.py",
+    "test_train.py",
+    "data/loading/test_worker_deaths.py",
+    "test_evaluate.py",
+    "tracking/test_wandb_sink.py",
+    "test_imports.py",
+    "export/test_formats.py",
+    "export/test_main.py",
+    "training/test_micro_batch.py",
+    "training/test_step.py",
+    "data/order/test_find.py",
+    "test_train_refused.py",
+)
+
+
+def _runs_slow_tests(config: pytest.Config) -> bool:
+    return config.option.markexpr == "slow"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile(THOROUGH if _runs_slow_tests(config) else QUICK)
+    config.option.loadscopereorder = False  # pytest-xdist begins with the files that have the most tests
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if _runs_slow_tests(config):
+        for item in items:
+            if is_hypothesis_test(getattr(item, "obj", None)):
+                item.add_marker("slow")
+    places = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
+    assert not (gone := [path for path in places if not path.exists()]), f"LONG: {gone}"
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_collection_finish() -> None:
@@ -45,40 +84,8 @@ def _own_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _presets_are_read_once() -> Iterator[None]:
-    """Halves the time of composing a config, which a thousand tests do: nothing that Hydra composes from is read twice.
-
-    The folders that a test gives with ``--config-dir`` are read each time.
-    """
-    from hydra._internal import config_repository, defaults_list
-
-    from dtrain.config import schema
-    from dtrain.config.compose import conf_dir
-
-    schema.register()
-    read: dict[tuple[str, str], bytes] = {}
-    load = config_repository.ConfigRepository.load_config
-    choices = defaults_list._create_interpolation_map
-
-    def load_config(self: config_repository.ConfigRepository, config_path: str) -> Any:
-        source = self._find_object_source(config_path, ObjectType.CONFIG)
-        if source is None or (source.scheme() == "file" and source.path != str(conf_dir())):
-            return load(self, config_path)
-        if (key := (source.full_path(), config_path)) not in read:
-            read[key] = pickle.dumps(load(self, config_path))
-        return pickle.loads(read[key])  # a sixth of the time of a deepcopy
-
-    def interpolation_map(overrides: Any, defaults: list[Any], self_added: bool) -> Any:
-        used = any(default.is_interpolation() for default in defaults if not default.is_self())
-        return choices(overrides, defaults, self_added) if used else None
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schema, "register", lambda: None)
-        patch.setattr(config_repository.ConfigRepository, "load_config", load_config)
-        # Hydra makes it for each preset, which takes a seventh of the time, though only ``- group: ${other}`` needs it.
-        patch.setattr(defaults_list, "_create_interpolation_map", interpolation_map)
-        # Hydra copies its sources, and with them the schema that they refer to.
-        patch.setattr(ConfigStore, "__deepcopy__", lambda store, memo: store, raising=False)
+def _quick_hydra() -> Iterator[None]:
+    with quick_hydra():
         yield
 
 

@@ -6,7 +6,8 @@ signals, exit code. Other arguments than those of ``python -m MODULE ...`` and `
 
 * The path that ``forked_python`` gives is a script, the *client*. It hands its streams to the *server*, forwards signals, and
   ends as the program ends. ``sys.executable`` of the program is the client, so that the ranks of torchrun are forks, too.
-* The server belongs to the process that called ``forked_python``, and ends with it. It has run nothing itself.
+* The server belongs to the process that called ``forked_python``, and ends with it. It has composed a config, so that its
+  programs need not read and parse the presets anew (``tests/quick_hydra.py``), and has run nothing else.
 * A client that is killed takes its program along.
 """
 
@@ -27,6 +28,7 @@ from typing import Any
 _IMPORTED = (
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "numpy", "PIL.Image"),
     *(f"dtrain.{name}" for name in ("train", "evaluate", "export", "predict", "pack", "launch", "report", "doctor")),
+    *("dtrain.replay", "dtrain.models", "dtrain.tasks"),
 )
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -173,7 +175,8 @@ def _become(request: dict[str, Any], base_path: list[str], client: str) -> None:
     unbuffered = request["unbuffered"]
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     output = open(1, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
-    sys.stdout = io.TextIOWrapper(output, write_through=unbuffered)
+    encoding, _, errors = request["environment"].get("PYTHONIOENCODING", "").partition(":")
+    sys.stdout = io.TextIOWrapper(output, encoding or None, errors or None, write_through=unbuffered)
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
     if not module:
         runpy.run_path(file, run_name="__main__")
@@ -187,13 +190,18 @@ def _main() -> None:
     import gc
     import importlib
 
+    from dtrain.config.compose import compose
+    from tests.quick_hydra import quick_hydra
+
     number, client = sys.argv[1:]
     for name in _IMPORTED:
         importlib.import_module(name)
     base_path = sys.path[1:]
-    gc.collect()
-    gc.freeze()
-    _become(_serve(socket.socket(fileno=int(number))), base_path, client)
+    with quick_hydra():
+        compose(lambda composed: None, ["experiment=digits"])
+        gc.collect()
+        gc.freeze()
+        _become(_serve(socket.socket(fileno=int(number))), base_path, client)
 
 
 if __name__ == "__main__":

@@ -61,6 +61,7 @@ def run_ranks(
     timeout: float = 200.0,
     group_timeout: float = 100.0,
     init: bool = True,
+    agent: bool = True,
 ) -> list[T]:
     """Runs ``fn(rank, *args)`` in ``world_size`` forked processes, one torch thread each.
 
@@ -71,6 +72,8 @@ def run_ranks(
         group_timeout: Seconds that a collective may take.
         init: Join the ranks in a default gloo process group. False leaves that to ``fn``; the environment of torchrun
             (``RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT``) is set either way.
+        agent: Without ``init``: this process has the store, as torchrun's agent. False leaves it to rank 0, as ``srun`` and
+            ``mpirun`` do; half a second is lost where another rank is faster, and one where a rank fails.
 
     Returns:
         What each rank returned, by rank.
@@ -82,12 +85,15 @@ def run_ranks(
     # A rank that collected this process's garbage, such as a group of gloo, would wait for threads that it does not have.
     gc.freeze()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        port = _free_port()
+        store = None
+        if agent and not init:
+            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = store.port if store else _free_port()
         ranks = []
         try:
             for number in range(world_size):
                 receiver, sender = context.Pipe(duplex=False)
-                setup = _Setup(number, world_size, port, Path(folder), timeout, group_timeout, init)
+                setup = _Setup(number, world_size, port, Path(folder), timeout, group_timeout, init, store is not None)
                 process = context.Process(target=_child, args=(setup, sender, fn, args), name=f"rank {number}")
                 process.start()
                 # Closed before the next fork: a copy left open there would hide this rank's death from its reader.
@@ -98,6 +104,8 @@ def run_ranks(
             gc.unfreeze()
             for rank in ranks:
                 rank.end()
+            # Now: a process that is forked later would abort where it collects a server whose thread it does not have.
+            store = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +119,7 @@ class _Setup:
     timeout: float
     group_timeout: float
     init: bool
+    agent: bool
 
 
 class _Rank:
@@ -218,6 +227,8 @@ def _enter(setup: _Setup) -> None:
         MASTER_PORT=str(setup.port),
         OMP_NUM_THREADS="1",
     )
+    if setup.agent:
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     if loopback:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback.pop()

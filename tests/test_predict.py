@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from dtrain.export import __main__ as export
 from dtrain.export.artefact import load
 from dtrain.predict import main, rank_classes
+from tests.forked_python import forked_python
 from tests.refusals import assert_refused
 from tests.toys import NormNet
 
@@ -145,7 +146,7 @@ def test_a_file_name_that_no_terminal_can_show_does_not_end_the_others(
     for name in names:
         shutil.copy(images[0], tmp_path / name)
     environ = os.environ | {"PYTHONIOENCODING": f"{encoding}:strict", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "dtrain.predict", str(artefact), *names]
+    command = [forked_python(), "-m", "dtrain.predict", str(artefact), *names]
     done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     last = {"utf-8": "c\u00e9.png".encode(), "ascii": b"c\\xe9.png"}[encoding]
@@ -173,7 +174,7 @@ def test_a_class_name_of_a_foreign_artefact_cannot_command_the_terminal(
 
 
 def test_a_reader_that_leaves_ends_the_command_silently(artefact: Path, images: list[Path]) -> None:
-    command = [sys.executable, "-m", "dtrain.predict", str(artefact), *map(str, images)]
+    command = [forked_python(), "-m", "dtrain.predict", str(artefact), *map(str, images)]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None

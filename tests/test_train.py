@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("digits")
 def one_rank(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     """26 steps of the digits on one rank; an epoch has 23, so a masked tail is among them."""
     run_dir = tmp_path_factory.mktemp("one-rank")
-    train_on(1, run_dir, "train.max_steps=26", "model.width=8")
+    train_on(1, run_dir, "train.max_steps=26", "model.width=4")
     return run_dir
 
 
@@ -29,14 +29,14 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     ("ranks", "overrides"),
     [
         pytest.param(3, [], id="3 ranks, which do not divide 64"),
-        pytest.param(2, ["train.micro_batch_size=8"], id="2 ranks x 4 micro-batches"),
+        pytest.param(2, ["train.micro_batch_size=8"], id="2 ranks x 4 micro-batches", marks=pytest.mark.slow),
         pytest.param(1, ["train.micro_batch_size=16", "data.num_workers=3"], id="1 rank x 4, 3 workers"),
     ],
 )
 def test_the_loss_is_the_same_for_any_split_of_the_global_batch(
     one_rank: Path, tmp_path: Path, ranks: int, overrides: list[str]
 ) -> None:
-    train_on(ranks, tmp_path, "train.max_steps=26", "model.width=8", *overrides)
+    train_on(ranks, tmp_path, "train.max_steps=26", "model.width=4", *overrides)
     losses = metrics(tmp_path)
     assert len(losses) == 26
     assert losses == pytest.approx(metrics(one_rank), rel=1e-4)
@@ -46,7 +46,7 @@ def test_the_loss_is_the_same_for_any_split_of_the_global_batch(
 @pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_run_stopped_in_mid_epoch_continues_bit_for_bit(tmp_path: Path, ranks: int) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    common = ("train.ema_decay=0.9", "data.record_keys=true", "model.width=8")
+    common = ("train.ema_decay=0.9", "data.record_keys=true", "model.width=4")
     train_on(ranks, whole, "train.max_steps=26", *common)
     train_on(ranks, parts, "train.max_steps=13", "data.num_workers=2", *common)
     train_on(ranks, parts, "train.max_steps=26", "data.num_workers=1", *common)
@@ -63,7 +63,7 @@ def test_a_run_stopped_in_mid_epoch_continues_bit_for_bit(tmp_path: Path, ranks:
 
 def test_a_checkpoint_continues_on_another_number_of_ranks_with_each_sample_once(tmp_path: Path) -> None:
     for ranks, end in ((2, 7), (3, 15), (1, 23)):
-        train_on(ranks, tmp_path, f"train.max_steps={end}", "data.record_keys=true", "model.width=8", "data.eval=null")
+        train_on(ranks, tmp_path, f"train.max_steps={end}", "data.record_keys=true", "model.width=4", "data.eval=null")
     lines = [json.loads(line) for path in tmp_path.glob("logs/keys-*") for line in path.read_text().splitlines()]
     keys = [key for line in lines for key in line["keys"]]
     assert len(keys) == len(set(keys)) == 1437

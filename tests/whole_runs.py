@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dtrain import command_line, train
 from dtrain.config import compose, schema
+from dtrain.config.explain import options_last
 from dtrain.training.checkpoint.checkpoints import read_folder
 from tests.forked_python import forked_python
 from tests.ranks import run_ranks
@@ -52,9 +53,7 @@ def _composed(arguments: list[str]) -> Callable[[Callable[[DictConfig], None], l
     schema.register()
     compose._register_resolvers()
     try:
-        compose._call_hydra(
-            lambda cfg: found.append((cfg, HydraConfig.instance().cfg)), compose.options_last(arguments)
-        )
+        compose._call_hydra(lambda cfg: found.append((cfg, HydraConfig.instance().cfg)), options_last(arguments))
     except Exception:  # noqa: BLE001 - shown by the ranks
         return None
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import simplejpeg
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.config.schema import Config
@@ -28,6 +28,7 @@ from dtrain.precision import Precision
 from dtrain.tasks import Classification
 from dtrain.training.setup.loaders import eval_loader, train_loader
 from tests.configs import config_of
+from tests.property_tests import examples
 from tests.refusals import refused
 from tests.shards import (
     IMAGE,
@@ -132,7 +133,7 @@ def test_pixels_and_labels_are_what_the_tar_gives_when_mixed_by_hand(
 counts_of_shards = st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(any)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(counts=counts_of_shards, lanes=st.integers(1, 5), per_lane=st.integers(1, 4), data=st.data())
 def test_partners_pair_up_along_each_lane_whatever_the_batch_size_and_later_cuts(
     counts: list[int], lanes: int, per_lane: int, data: st.DataObject
@@ -159,7 +160,7 @@ def test_partners_pair_up_along_each_lane_whatever_the_batch_size_and_later_cuts
             assert partners == [expected.get(sample, -1) for sample in samples]
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(world=st.integers(1, 4), per_lane=st.integers(1, 4), data=st.data())
 def test_any_ranks_micro_batches_and_batch_sizes_give_the_same_mixtures(
     uneven: list[str], world: int, per_lane: int, data: st.DataObject

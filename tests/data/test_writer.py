@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import webdataset
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from dtrain.data.writer import balanced_sizes, check_key, encode, write_shard, write_shards
+from tests.property_tests import examples
 from tests.refusals import refused
 from tests.shards import webdataset_reads
 
@@ -49,7 +50,7 @@ def test_webdataset_reads_what_was_written(tmp_path):
     ),
     st.sampled_from([0, 80, 89, 90, 91, 95, 150, 300]),
 )
-@settings(max_examples=60)
+@examples(60)
 def test_the_bytes_are_those_of_webdatasets_writer(tmp_path_factory, shapes, longer):
     directory = "d" * longer + "/" if longer else ""
     written = [
@@ -78,7 +79,7 @@ def test_shards_are_balanced_and_complete(total, number):
         assert max(sizes) - min(sizes) <= 1
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(st.integers(0, 20), st.integers(1, 6), st.booleans())
 def test_a_stream_of_unknown_length_is_written_whole(tmp_path_factory, total, per_shard, known):
     folder = tmp_path_factory.mktemp("shards")

@@ -55,7 +55,7 @@ def test_the_group_is_left_after_success_and_after_failure() -> None:
         after_success = dist.is_initialized()
         return [after_success, world.size == 2]
 
-    assert run_ranks(2, rank, init=False) == [[False, True]] * 2
+    assert run_ranks(2, rank, init=False, agent=False) == [[False, True]] * 2
 
 
 def test_a_timeout_is_that_of_every_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +86,7 @@ def test_the_others_learn_who_failed_first_instead_of_a_broken_connection(lazy: 
             return f"{type(error).__name__}: {error}"
         return "nothing raised"
 
-    culprit, *others = sorted(run_ranks(3, rank, init=False), reverse=True)
+    culprit, *others = sorted(run_ranks(3, rank, init=False, agent=False), reverse=True)
     assert culprit == "ZeroDivisionError: the culprit"
     assert set(others) == {"PeerFailed: rank 1 failed: ZeroDivisionError: the culprit"}
 

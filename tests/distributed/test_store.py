@@ -65,19 +65,6 @@ def test_without_a_process_group_there_is_no_published_failure() -> None:
 SOON = timedelta(seconds=20)
 
 
-def in_two_attempts(rank: int, attempt: object) -> list[object]:
-    """Runs ``attempt`` twice in processes that keep one store, as torchrun's restarts do."""
-    assert callable(attempt)
-    # As an agent does: the store belongs to neither attempt.
-    server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=rank == 0, timeout=SOON)
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    results = [attempt(), attempt()]
-    server.set(f"done/{rank}", "")
-    if rank == 0:  # the server ends with it, and the others have to be done by then
-        server.wait([f"done/{other}" for other in range(int(os.environ["WORLD_SIZE"]))])
-    return results
-
-
 def test_a_failure_that_names_a_file_whose_name_is_no_text_is_published() -> None:
     def rank(number: int) -> tuple[str | None, str | None]:
         name = os.fsdecode(b"caf\xe9.tar")
@@ -97,7 +84,7 @@ def test_a_restarted_attempt_sees_nothing_of_the_one_before() -> None:
             store.set("left behind", "poison")
             return seen
 
-        return in_two_attempts(number, attempt)
+        return [attempt(), attempt()]  # on one store, as torchrun's restarts
 
     assert run_ranks(3, rank, init=False) == [[False, False]] * 3
 
@@ -111,16 +98,15 @@ def test_the_failure_of_an_attempt_does_not_end_the_next_one() -> None:
                 publish_failure("rank 1 failed: the first attempt")
                 return before
 
-        return in_two_attempts(number, attempt)
+        return [attempt(), attempt()]  # on one store, as torchrun's restarts
 
     assert run_ranks(2, rank, init=False) == [[None, None]] * 2
 
 
 def test_missing_ranks_are_counted() -> None:
     def rank(number: int) -> str:
-        server = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=True, timeout=SOON)
-        server.set("dtrain/hello/1", "a rank of an attempt that is over")
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False, timeout=SOON)
+        store.set("dtrain/hello/1", "a rank of an attempt that is over")
         with pytest.raises(RuntimeError) as raised:
             fresh_store(0, 3, timedelta(seconds=0.2))
         return str(raised.value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
@@ -48,25 +48,37 @@ else:
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "code", "rank", "want"),
-    [
-        ("wait_in_one_call", 0, "rank", 0),
-        ("wait_in_one_call", 3, "rank", 1),
-        ("make_many_calls", 3, "rank", 7),
-        ("_exit_barrier", 0, "rank", 0),
-        ("wait_in_one_call", 0, "another child", 7),
-    ],
-    ids=["stopped", "failed", "asks again and again", "waits for others at its exit", "has no ranks"],
-)
-def test_a_torchrun_whose_ranks_have_ended_does_not_stay_in_one_call(
-    tmp_path: Path, how: str, code: int, rank: str, want: int
-) -> None:
-    program = tmp_path / "agent.py"
+# Arguments of the agent, and its exit code.
+CASES = {
+    "stopped": (("wait_in_one_call", "0", "rank"), 0),
+    "failed": (("wait_in_one_call", "3", "rank"), 1),
+    "asks again and again": (("make_many_calls", "3", "rank"), 7),
+    "waits for others at its exit": (("_exit_barrier", "0", "rank"), 0),
+    "has no ranks": (("wait_in_one_call", "0", "another child"), 7),
+}
+
+
+@pytest.fixture(scope="module")
+def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """An agent for each case: they wait at the same time."""
+    program = tmp_path_factory.mktemp("agent") / "agent.py"
     program.write_text(AGENT)
-    done = subprocess.run(
-        [forked_python(), str(program), how, str(code), rank], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == want, done.stderr
-    assert ("its ranks have ended" in done.stderr) == (want != 7)
-    assert ("still waiting" in done.stdout) == (how == "_exit_barrier")
+    pipe, agents = subprocess.PIPE, {}
+    for name, (arguments, _) in CASES.items():
+        command = [forked_python(), str(program), *arguments]
+        agents[name] = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+    yield agents
+    for agent in agents.values():
+        agent.kill()
+        agent.wait()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_torchrun_whose_ranks_have_ended_does_not_stay_in_one_call(
+    agents: dict[str, subprocess.Popen[str]], name: str
+) -> None:
+    (how, *_), want = CASES[name]
+    out, error = agents[name].communicate(timeout=100)
+    assert agents[name].returncode == want, error
+    assert ("its ranks have ended" in error) == (want != 7)
+    assert ("still waiting" in out) == (how == "_exit_barrier")

@@ -79,7 +79,9 @@ def require_close(outputs: Tensor, expected: Tensor, dtype: str) -> None:
     assert (outputs - expected).abs().max() < ERROR[dtype] * expected.abs().max()
 
 
-@pytest.mark.parametrize(("stored_as", "dtype"), [("pt2", "bf16"), ("onnx", "fp32"), ("onnx", "fp16")])
+@pytest.mark.parametrize(
+    ("stored_as", "dtype"), [("pt2", "bf16"), pytest.param("onnx", "fp32", marks=pytest.mark.slow), ("onnx", "fp16")]
+)
 def test_images_give_the_same_outputs_in_a_process_without_dtrain_for_any_number_of_rows(
     tmp_path: Path, stored_as: str, dtype: str
 ) -> None:

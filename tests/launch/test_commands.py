@@ -136,15 +136,29 @@ def test_tail_of_a_finished_run_prints_readable_lines_and_how_it_ended(
     ]
 
 
-def test_tail_follows_a_run_until_it_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tail_follows_a_run_until_it_ends(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = make_run(tmp_path / "a", "running", {}, RECORD, RECORD | {"step": 20})
+    pauses, sleep = list[float](), time.sleep
+
+    def pause(seconds: float) -> None:
+        pauses.append(seconds)
+        sleep(0.01)
+
+    monkeypatch.setattr(time, "sleep", pause)
+
+    def until_it_has_looked() -> None:
+        before = len(pauses)
+        while len(pauses) < before + 2:
+            sleep(0.01)
 
     def train() -> None:
         with trained(run):
-            time.sleep(0.7)
+            until_it_has_looked()
             # The run was resumed from step 10 and has removed the record after it.
             (run / "metrics.jsonl").write_text(json.dumps(RECORD) + "\n")
-            time.sleep(0.7)
+            until_it_has_looked()
             with (run / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(RECORD | {"step": 30, "train/loss": None}) + "\n")
             write_status(run, "finished", 30, last_step=40)

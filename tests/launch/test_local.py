@@ -15,7 +15,7 @@ from benchmarks.fault_hook import faulty
 from dtrain.distributed.lock import read_holder
 from dtrain.errors import ConfigError
 from dtrain.launch import __main__ as launch
-from dtrain.launch import local
+from dtrain.launch import local, pool
 from dtrain.launch.job import FAILED, FINISHED, STOPPED, Job, JobResult
 from dtrain.launch.local import LocalStart
 from dtrain.runs.run_spec import RunSpec
@@ -37,7 +37,7 @@ def when_training(run_dir: Path, act: Callable[[], None]) -> None:
 
     def wait() -> None:
         while not (run_dir / "status.json").exists():
-            time.sleep(0.05)
+            time.sleep(0.01)
         act()
 
     threading.Thread(target=wait, daemon=True).start()
@@ -169,7 +169,7 @@ while kind == "slow" and not (run_dir / "go").exists():
 while kind == "waits" and not (run_dir / "STOP").exists():
     time.sleep(0.01)
 (run_dir / "at").write_text(str(time.time()))
-time.sleep(0.3)
+time.sleep(0.05)
 print("the end", flush=True)
 status({"waits": "stopped", "fails": "failed"}.get(kind, "finished"), "it burst" if kind == "fails" else None)
 """
@@ -183,6 +183,7 @@ def small_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return [sys.executable, "-c", _RUN, str(job.spec.dir), job.spec.config["tracker"]["project"]]
 
     monkeypatch.setattr(local, "command", command)
+    monkeypatch.setattr(pool, "_POLL", 0.01)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.chdir(tmp_path)
 

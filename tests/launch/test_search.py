@@ -426,7 +426,9 @@ def test_lines_that_are_twice_or_not_at_all_in_a_journal_do_not_end_the_search(
     assert ("its values again" in capsys.readouterr().out) == (best.number == 1)
 
 
-@pytest.mark.parametrize("content", [None, b"", b"[]\n", b'{"definition": 1}\n'])
+@pytest.mark.parametrize(
+    "content", [None, *(pytest.param(text, marks=pytest.mark.slow) for text in (b"", b"[]\n")), b'{"definition": 1}\n']
+)
 def test_the_journal_says_what_the_search_is(
     place: Path, started: list[Job], capsys: pytest.CaptureFixture[str], content: bytes | None
 ) -> None:
@@ -511,8 +513,15 @@ def test_a_trial_whose_run_another_process_trains_is_not_failed(
     assert run_search(LR, trials=1) == FINISHED
 
 
-@pytest.mark.parametrize("searched", [LR, "optimizer.lr=0.1,0.2"])
-@pytest.mark.parametrize("text", ["{_target_: os.system}", "${oc.env:HOME}"])
+@pytest.mark.parametrize(
+    ("searched", "text"),
+    [
+        (LR, "{_target_: os.system}"),
+        pytest.param(LR, "${oc.env:HOME}", marks=pytest.mark.slow),
+        pytest.param("optimizer.lr=0.1,0.2", "{_target_: os.system}", marks=pytest.mark.slow),
+        ("optimizer.lr=0.1,0.2", "${oc.env:HOME}"),
+    ],
+)
 def test_a_journal_of_somebody_else_cannot_add_texts_to_the_command_line(
     place: Path, started: list[Job], capsys: Any, searched: str, text: str
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.pack import documents as documents_module
@@ -16,6 +16,7 @@ from dtrain.pack import text as text_module
 from dtrain.pack.__main__ import main
 from dtrain.pack.rows import BestFitRows, CutRows, TokenStream, best_fit, layout_jobs
 from tests.pack.test_text import read_rows
+from tests.property_tests import examples
 
 END = 256
 
@@ -43,7 +44,7 @@ def as_lists(rows: BestFitRows | CutRows) -> list[list[int]]:
     return [np.frombuffer(row, "<u2").tolist() for row in rows.read(0, rows.count)]
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.lists(st.integers(1, 20), max_size=60), st.integers(20, 30))
 def test_best_fit_puts_each_piece_into_the_fullest_row_with_room(sizes, capacity):
     rows, count = best_fit(np.array(sizes, np.int64), capacity)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.data import ShardLoader
@@ -16,6 +16,7 @@ from dtrain.pack import documents as documents_module
 from dtrain.pack import text as text_module
 from dtrain.pack.__main__ import main
 from dtrain.pack.documents import VAL_BY, find_files, split_into_pieces
+from tests.property_tests import examples
 from tests.refusals import refused
 from tests.shards import webdataset_reads
 
@@ -231,7 +232,7 @@ def refuse(path, reason):
     raise ValueError(f"{path}: {reason}")
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(
     st.lists(st.text(st.sampled_from("aé€😀\n "), min_size=1, max_size=300), min_size=1, max_size=4), st.integers(1, 60)
 )

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from dtrain.replay import __main__ as replay
+from tests.forked_python import forked_python
 from tests.replay.replays import assert_trace_is_the_log, replay_on
 from tests.shards import npy, vector, write_tar
 from tests.whole_runs import train_on, tree
@@ -23,31 +24,28 @@ pytestmark = pytest.mark.usefixtures("digits")
 LITTLE = ("train.log_every=10", "checkpoint.keep_last=9", "checkpoint.best=null", "model.width=8")
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def trained(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """30 steps on 2 ranks, then 15 on 3 with a different batch size and rate; checkpoints every 10 steps."""
-    folder = tmp_path / "run"
+    folder = tmp_path_factory.mktemp("trained") / "run"
     train_on(2, folder, "train.max_steps=30", "checkpoint.every_steps=10", "data.record_keys=true", *LITTLE)
     again = ("train.max_steps=45", "train.global_batch_size=48", "optimizer.lr=1e-3", "checkpoint.every_steps=10")
     train_on(3, folder, *again, "data.record_keys=true", *LITTLE)
     return folder
 
 
+@pytest.fixture
+def run_dir(trained: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(trained, tmp_path / "run")
+
+
 def test_a_range_over_two_starts_is_recomputed_bit_by_bit_and_the_directory_stays_as_it_is(
-    run_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    run_dir: Path, tmp_path: Path
 ) -> None:
     before = tree(run_dir)
     out = tmp_path / "replay.json"
-    command = [
-        sys.executable,
-        "-m",
-        "dtrain",
-        "replay",
-        f"run.dir={run_dir}",
-        "replay.steps=[22,41]",
-        "--json",
-        str(out),
-    ]
+    command = [forked_python(), "-m", "dtrain", "replay", f"run.dir={run_dir}", "replay.steps=[22,41]"]
+    command += ["--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "replay: 20 of 20 steps equal"

@@ -72,13 +72,13 @@ def test_a_prompt_in_a_task_works_with_one_rank_for_any_time(
 ) -> None:
     (tmp_path / "task_to_debug.py").write_text(TASK)
     run_dir = tmp_path / "run"
-    limits = ("parallel.timeout_start=1", "parallel.timeout_step=1")
+    limits = ("parallel.timeout_start=0.5", "parallel.timeout_step=0.5")
     terminal = Terminal(
         [forked_python(), "-m", *command, "experiment=digits", f"run.dir={run_dir}", *SMALL, *limits], tmp_path
     )
     try:
         terminal.until("(Pdb) ")
-        time.sleep(2)  # more than the limit of a step
+        time.sleep(1)  # more than the limit of a step
         terminal.type("p self.calls, batch.valid.sum()")
         assert "(5, tensor(64))" in terminal.until("(Pdb) ")  # the first call of the training, after dtrain's own
         terminal.type("c")

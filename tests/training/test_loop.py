@@ -256,13 +256,13 @@ def scripted_accuracies(*accuracies: float) -> Callable[..., Evaluation]:
 def test_the_best_checkpoint_stays_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     common = ("train.eval_every=1", "checkpoint.best=eval/accuracy", "checkpoint.keep_last=1")
     monkeypatch.setattr(evaluation, "evaluate", scripted_accuracies(0.1, 0.7, float("nan"), 0.5))
-    train(2, tmp_path, "train.max_steps=4", *common)
+    train(1, tmp_path, "train.max_steps=4", *common)
     assert saved(tmp_path) == [2, 4]
     monkeypatch.setattr(evaluation, "evaluate", scripted_accuracies(0.6, 0.2))
-    train(2, tmp_path, "train.max_steps=6", *common)
+    train(1, tmp_path, "train.max_steps=6", *common)
     assert saved(tmp_path) == [2, 6]
     monkeypatch.setattr(evaluation, "evaluate", scripted_accuracies(0.7, 0.3))
-    train(2, tmp_path, "train.max_steps=8", *common)
+    train(1, tmp_path, "train.max_steps=8", *common)
     assert saved(tmp_path) == [7, 8]
 
 
@@ -329,6 +329,20 @@ class Fragile(Classification):
 FRAGILE = ("task._target_=tests.training.test_loop.Fragile", "train.max_steps=3")
 
 
+@pytest.fixture(scope="module")
+def undisturbed(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Makes a run with given options in which nothing fails, once."""
+    runs: dict[tuple[str, ...], Path] = {}
+
+    def run(*options: str) -> Path:
+        if options not in runs:
+            train(2, run_dir := tmp_path_factory.mktemp("undisturbed"), *FRAGILE, *options)
+            runs[options] = run_dir
+        return runs[options]
+
+    return run
+
+
 @pytest.mark.parametrize(
     ("place", "options", "at"),
     [
@@ -340,6 +354,7 @@ FRAGILE = ("task._target_=tests.training.test_loop.Fragile", "train.max_steps=3"
 )
 def test_an_error_of_the_task_ends_a_run_whose_steps_are_saved(
     tmp_path: Path,
+    undisturbed: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     place: str,
@@ -355,10 +370,10 @@ def test_an_error_of_the_task_ends_a_run_whose_steps_are_saved(
     assert f"saved after step {at}" in capfd.readouterr().out
     monkeypatch.setattr(Fragile, "place", "")
     train(2, tmp_path / "failed", *FRAGILE, *options)
-    train(2, tmp_path / "whole", *FRAGILE, *options)
-    states = [weights(tmp_path / name, 3) for name in ("failed", "whole")]
+    whole = undisturbed(*options)
+    states = [weights(run_dir, 3) for run_dir in (tmp_path / "failed", whole)]
     assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
-    assert metrics(tmp_path / "failed", "eval/loss") == metrics(tmp_path / "whole", "eval/loss")
+    assert metrics(tmp_path / "failed", "eval/loss") == metrics(whole, "eval/loss")
 
 
 def test_an_error_of_another_rank_alone_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

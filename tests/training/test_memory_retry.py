@@ -31,8 +31,9 @@ from tests.whole_runs import metrics, records, status, torchrun, train_on, weigh
 
 pytestmark = pytest.mark.usefixtures("digits")
 SMALL = (
-    *("model._target_=tests.memory_faults.Layers", "model.width=2048", "parallel.bucket_cap_mb=1", "train.max_steps=6"),
-    *("train.eval_every=3", "train.log_every=1", "checkpoint.best=null"),
+    *("model._target_=tests.memory_faults.Layers", "model.width=1024", "parallel.bucket_cap_mb=1", "train.max_steps=6"),
+    *("train.eval_every=0", "train.log_every=1", "checkpoint.best=null"),
+    "data.eval='${dtrain.cache:digits}/test-000000.tar'",  # half of the samples
 )
 CPU = torch.device("cpu")
 _HAS_RESET = hasattr(FSDPModule, "reset_iter_state")
@@ -62,7 +63,7 @@ def retries(run_dir: Path) -> list[tuple[int, int]]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
-    train(2, run_dir)
+    train(2, run_dir, overrides=("data.record_keys=true",))
     return run_dir
 
 
@@ -70,13 +71,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "at",
     [
         ("3:1:0:before",),
-        ("3:1:0:after",),
-        ("3:1:0:4",),  # one bucket was begun
+        pytest.param(("3:1:0:after",), marks=pytest.mark.slow),
+        pytest.param(("3:1:0:4",), marks=pytest.mark.slow),  # one bucket was begun
         ("1:0:0:3",),  # before DDP rebuilds its buckets
         ("2:0:0:7", "2:1:0:0"),  # both ranks
         ("3:1:0:2", "3:0:1:after", "6:1:0:1"),  # again with the smaller ones, and in the last step
     ],
-    ids=" ".join,
+    ids=lambda at: " ".join(at),
 )
 @pytest.mark.parametrize("deterministic", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_the_result_is_that_of_a_run_with_enough_memory(
@@ -99,7 +100,7 @@ UNITS = "parallel.shard_modules=['1','3','5']"
 @pytest.mark.parametrize(
     ("at", "rows"),
     [
-        (("3:1:0:before",), "null"),
+        pytest.param(("3:1:0:before",), "null", marks=pytest.mark.slow),
         (("3:1:0:after", "3:0:0:2"), "null"),  # both ranks
         # In the backward; again with the smaller ones, and in the last step.
         pytest.param(("2:0:0:3", "4:1:1:1", "6:1:0:0"), "16", marks=pytest.mark.slow),
@@ -125,12 +126,9 @@ def keys_of(run_dir: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def test_logged_samples_are_those_of_the_steps_that_count(tmp_path: Path) -> None:
-    keys = {}
-    for name, at in (("whole", ()), ("again", ("4:1:0:2",))):
-        train(2, tmp_path / name, *at, overrides=("data.record_keys=true",))
-        keys[name] = keys_of(tmp_path / name, 1)
-    assert keys["whole"] == keys["again"]
+def test_logged_samples_are_those_of_the_steps_that_count(tmp_path: Path, undisturbed: Path) -> None:
+    train(2, tmp_path / "again", "4:1:0:2", overrides=("data.record_keys=true",))
+    assert keys_of(tmp_path / "again", 1) == keys_of(undisturbed, 1)
 
 
 def test_a_replay_of_such_a_step_takes_the_micro_batch_that_made_it(tmp_path: Path) -> None:
@@ -176,7 +174,7 @@ def test_thirty_random_places(tmp_path: Path, seed: int) -> None:
 
 def test_a_run_that_a_hook_ends_before_such_a_step_is_evaluated_and_saved(tmp_path: Path) -> None:
     hook = ", {_target_: tests.memory_faults.EndsEarly, after: 3}"
-    train(2, tmp_path / "run", "4:1:0:4", overrides=("train.eval_every=0",), hook=hook)
+    train(2, tmp_path / "run", "4:1:0:4", hook=hook)
     assert metrics(tmp_path / "run", "step") == [1, 2, 3, 3]
     assert len(metrics(tmp_path / "run", "eval/loss")) == 1
     assert status(tmp_path / "run")["state"] == "finished"
@@ -191,7 +189,7 @@ def test_a_step_whose_forward_spoilt_a_buffer_before_memory_ran_out_is_done_agai
     assert retries(tmp_path / "run") == [(2, 16)]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=needs_reset)])
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=[pytest.mark.slow, needs_reset])])
 def test_buffers_count_what_was_trained_and_nothing_of_a_failed_attempt(tmp_path: Path, parallel: str) -> None:
     given = ("model._target_=tests.memory_faults.Counting", f"parallel={parallel}", "data.tail=drop")
     given += (UNITS,) if parallel == "fsdp" else ()
@@ -257,21 +255,19 @@ def test_an_overflow_in_a_step_that_is_done_again_is_not_counted(on_device: bool
     ids=["refused", "error"],
 )
 def test_no_sample_is_lost_if_the_run_ends_with_an_error_and_continues(
-    tmp_path: Path, at: tuple[str, ...], task: str
+    tmp_path: Path, undisturbed: Path, at: tuple[str, ...], task: str
 ) -> None:
-    given: tuple[str, ...] = ("data.record_keys=true", "train.eval_every=0")
+    given, whole = ("data.record_keys=true",), undisturbed
     if task:
         given += ("task._target_=hydra.utils.get_method", f"+task.path={task}")
-    train(2, tmp_path / "whole", overrides=given)
+        train(2, whole := tmp_path / "whole", overrides=given)
     with pytest.raises(RanksFailed):
         train(2, tmp_path / "again", *at, overrides=given)
     assert status(tmp_path / "again")["step"] == 2
     assert weights(tmp_path / "again", 2)
     train(2, tmp_path / "again", overrides=given)
-    assert [keys_of(tmp_path / "again", rank) for rank in (0, 1)] == [
-        keys_of(tmp_path / "whole", rank) for rank in (0, 1)
-    ]
-    assert_same(tmp_path / "whole", tmp_path / "again")
+    assert [keys_of(tmp_path / "again", rank) for rank in (0, 1)] == [keys_of(whole, rank) for rank in (0, 1)]
+    assert_same(whole, tmp_path / "again")
 
 
 # -- where it cannot be done

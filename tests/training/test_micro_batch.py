@@ -102,7 +102,7 @@ def train(ranks: int, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
     "overrides",
     [
         (),
-        pytest.param(FSDP, marks=needs_reset),
+        pytest.param(FSDP, marks=[pytest.mark.slow, needs_reset]),
         pytest.param(("train.deterministic=false", "parallel.static_graph=true"), marks=pytest.mark.slow),
     ],
     ids=["ddp", "fsdp", "static graph"],

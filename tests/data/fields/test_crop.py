@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
 from dtrain.data.fields.crop import Crop, resize, whole
+from tests.property_tests import examples
 
 sides = st.integers(1, 60)
 
@@ -16,7 +17,7 @@ def noise(height, width, seed=0):
 
 
 @given(sides, sides, st.tuples(sides, sides), st.integers(0, 2**31 - 1))
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_resizing_follows_pillows_antialiased_bilinear_filter(height, width, size, seed):
     image = noise(height, width, seed)
     expected = np.asarray(Image.fromarray(image).resize(size[::-1], Image.Resampling.BILINEAR))
@@ -42,7 +43,7 @@ def test_pixels_that_may_not_be_written_can_be_resized(recwarn):
 
 
 @given(st.integers(20, 80), st.integers(20, 80), st.data())
-@settings(max_examples=50, deadline=None)
+@examples(50)
 def test_an_evaluation_crop_is_torchvisions_resize_and_center_crop(height, width, data):
     shorter = data.draw(st.integers(1, 40))
     rows, columns = data.draw(st.integers(1, shorter)), data.draw(st.integers(1, shorter))
@@ -65,7 +66,7 @@ def cut_after_scaling(crop, image):
 
 
 @given(st.integers(1, 60), st.floats(1, 16), st.booleans(), st.integers(1, 40), st.data())
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_an_image_that_is_not_thin_is_scaled_and_then_cut(short, aspect, tall, shorter, data):
     shape = (int(short * aspect), short) if tall else (short, int(short * aspect))
     size = data.draw(st.integers(1, shorter)), data.draw(st.integers(1, shorter))
@@ -77,7 +78,7 @@ def test_an_image_that_is_not_thin_is_scaled_and_then_cut(short, aspect, tall, s
 @given(
     short=st.integers(1, 30), aspect=st.integers(18, 60), tall=st.booleans(), shorter=st.integers(1, 40), data=st.data()
 )
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @pytest.mark.parametrize(("interpolation", "levels"), [("bilinear", 1), ("bicubic", 2)])
 def test_a_thin_image_is_cut_and_then_scaled_which_is_the_same(
     short, aspect, tall, shorter, data, interpolation, levels

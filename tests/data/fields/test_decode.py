@@ -11,7 +11,7 @@ import zlib
 import numpy as np
 import pytest
 import simplejpeg
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as np_st
 from PIL import Image, ImageOps
@@ -20,6 +20,7 @@ from dtrain.data.fields.crop import Crop, resize, whole
 from dtrain.data.fields.decode import MAX_ARRAY_BYTES, MAX_PIXELS, check_image, decode, decode_image, tokens_of
 from dtrain.data.fields.field import RAW_DTYPES, DataError, Field, SampleError
 from dtrain.data.fields.parse import parse_fields
+from tests.property_tests import examples
 from tests.refusals import refused
 
 
@@ -156,7 +157,7 @@ dtypes = st.sampled_from([*"?bBhHiIqQefdFD", ">f4", ">i8", "<u2"]).map(np.dtype)
 
 
 @given(st.data())
-@settings(max_examples=100)
+@examples(100)
 def test_arrays_come_back_in_their_own_type_and_writable(data):
     array = data.draw(
         np_st.arrays(data.draw(dtypes), np_st.array_shapes(min_dims=0, min_side=0, max_dims=4, max_side=5))
@@ -218,7 +219,7 @@ def test_a_zip_bomb_is_not_unpacked():
 @given(
     st.binary(max_size=200), st.sampled_from([b"", b"\x93NUMPY\x01\x00", b"\x93NUMPY\x02\x00", b"PK\x03\x04", b"PK"])
 )
-@settings(max_examples=200)
+@examples(200)
 def test_garbage_is_a_bad_sample_for_every_kind(garbage, start):
     for ext in ("npy", "jpg", "json", "cls", "txt"):
         with contextlib.suppress(SampleError):
@@ -226,7 +227,7 @@ def test_garbage_is_a_bad_sample_for_every_kind(garbage, start):
 
 
 @given(st.data())
-@settings(max_examples=100)
+@examples(100)
 def test_a_damaged_array_is_a_bad_sample_or_an_array(data):
     payload = bytearray(
         data.draw(st.sampled_from([npy(np.arange(5)), npz(x=np.arange(5.0)), npy(np.ones((2, 3), "f4"))]))
@@ -625,7 +626,7 @@ def test_a_decompression_bomb_is_refused_by_its_header(fmt, side):
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@examples(150)
 def test_a_damaged_file_is_an_image_or_a_bad_sample(data):
     payload = bytearray(data.draw(st.sampled_from(DAMAGEABLE)))
     for _ in range(data.draw(st.integers(1, 5))):

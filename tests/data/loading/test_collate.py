@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import simplejpeg
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
@@ -31,6 +31,7 @@ from dtrain.data.sources import shard_source as shard_source_module
 from dtrain.data.sources.datasets import SampleSource
 from dtrain.data.sources.shard_source import ShardSource
 from dtrain.precision import Precision
+from tests.property_tests import examples
 from tests.refusals import refused
 from tests.shards import (
     IMAGE,
@@ -510,7 +511,7 @@ def outcome(collator: Collator, samples: np.ndarray, count: int) -> Any:
     return batch.sample_keys, batch.valid.tolist(), batch.bad, dtypes, columns
 
 
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     # Without any member of a field the dataset is refused.
     kinds=st.lists(st.sampled_from([*["good", "other"] * 6, *KINDS, *CLASHES]), max_size=8).map(

@@ -179,7 +179,7 @@ def test_an_impossible_value_and_sources_that_cannot_grow_are_refused(folder: Pa
             ShardLoader(shards, fields, global_batch_size=4, num_workers=0, growth=Growth("now"))
 
 
-@pytest.mark.parametrize("mapped", [False, True])
+@pytest.mark.parametrize("mapped", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_workers_of_another_process_know_the_removed_shards(
     folder: Path, mapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.data import Limits
+from tests.property_tests import examples
 from tests.refusals import refused
 from tests.shards import (
     IMAGE,
@@ -33,7 +34,7 @@ from tests.shards import (
 
 counts_of_shards = st.lists(st.integers(0, 7), min_size=1, max_size=9).filter(any)
 shuffles = st.sampled_from(["window", "full", "none"])
-few = settings(deadline=None, max_examples=25)
+few = examples(25)
 
 
 @contextmanager

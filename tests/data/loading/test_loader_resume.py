@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.data import Batch, Mixture, ShardLoader
+from tests.property_tests import examples
 from tests.refusals import refused
 from tests.shards import (
     IMAGE,
@@ -65,7 +66,7 @@ def kept(state: dict[str, Any]) -> dict[str, Any]:
 topologies = st.tuples(st.integers(1, 5), st.integers(1, 14), st.integers(1, 3))
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     shuffle=st.sampled_from(["window", "full", "none"]),
     tail=st.sampled_from(["pad", "drop"]),

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from dtrain.data import ShardDataset, ShardLoader
 from dtrain.data.augment import RandomResizedCrop
 from dtrain.data.fields.field import DataError
+from tests.property_tests import examples
 from tests.ranks import run_ranks
 from tests.refusals import refused
 from tests.shards import IMAGE, LABEL, UNEVEN, write_numbered, write_tar
@@ -124,7 +125,7 @@ def test_only_the_first_iteration_after_a_resume_skips_samples(shards: list[str]
     assert [labels(resumed) for _ in range(3)] == [whole[20:], whole, whole]
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     counts=st.lists(st.integers(0, 7), min_size=1, max_size=5).filter(any),
     world_size=st.integers(1, 4),

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 import webdataset
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dtrain.data import Batch, Limits, Stream
 from dtrain.data.fields.field import DataError
 from dtrain.data.loading.stream import StreamLoader
+from tests.property_tests import examples
 from tests.refusals import refused
 from tests.shards import close, write_numbered
 
@@ -86,7 +87,7 @@ def epoch_of(one: StreamLoader, epoch: int = 0) -> list[list[int]]:
     return steps
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     count=st.integers(1, 60),
     world_size=st.integers(1, 3),

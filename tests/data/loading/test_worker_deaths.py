@@ -222,7 +222,7 @@ def test_restarts_leave_no_descriptor_open(shards: list[str]) -> None:
     loader.close()
     time.sleep(0.2)
     before = descriptors()
-    batches(loader, 3, kill)
+    batches(loader, 2, kill)
     loader.close()
     assert descriptors(before) <= before
 

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset
 
@@ -484,7 +484,6 @@ def test_the_runs_own_random_numbers_are_not_drawn_from(uneven: list[str], num_w
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@settings(deadline=None)
 @given(batch=st.integers(1, 60), world=st.integers(1, 70), data=st.data())
 def test_ranks_and_micro_batches_cover_the_slots_in_order(batch: int, world: int, data: st.DataObject) -> None:
     rows = -(-batch // world)

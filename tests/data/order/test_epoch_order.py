@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.data.order.epoch_order import EpochOrder, Layout, choose_lanes
@@ -80,7 +80,6 @@ def by_hand(counts: Sequence[int], recipe: Recipe, epoch: int, cuts: Sequence[La
     return steps
 
 
-@settings(deadline=None)
 @given(counts=counts_of_shards, recipe=recipes(), epoch=st.integers(0, 2), data=st.data())
 def test_an_epoch_is_what_plain_lists_say(counts: list[int], recipe: Recipe, epoch: int, data: st.DataObject) -> None:
     cuts = [data.draw(layouts(recipe.shuffle))]
@@ -91,7 +90,6 @@ def test_an_epoch_is_what_plain_lists_say(counts: list[int], recipe: Recipe, epo
     assert all_steps(make_order(counts, recipe, epoch, cuts)) == by_hand(counts, recipe, epoch, cuts)
 
 
-@settings(deadline=None)
 @given(counts=counts_of_shards, recipe=recipes(), epoch=st.integers(0, 5), data=st.data())
 def test_each_sample_comes_exactly_once_and_masks_only_in_the_last_step(
     counts: list[int], recipe: Recipe, epoch: int, data: st.DataObject
@@ -111,7 +109,6 @@ def test_each_sample_comes_exactly_once_and_masks_only_in_the_last_step(
     assert recipe.tail == "pad" or all(-1 not in step for step in steps)
 
 
-@settings(deadline=None)
 @given(counts=counts_of_shards, tail=st.sampled_from(["pad", "drop"]), batch=st.integers(1, 9))
 def test_no_shuffle_is_the_stored_order(counts: list[int], tail: str, batch: int) -> None:
     order = make_order(counts, Recipe(1, "none", tail=tail), 3, [Layout(batch, 1)])
@@ -119,7 +116,6 @@ def test_no_shuffle_is_the_stored_order(counts: list[int], tail: str, batch: int
     assert used == list(range(sum(counts) if tail == "pad" else sum(counts) // batch * batch))
 
 
-@settings(deadline=None)
 @given(counts=counts_of_shards, recipe=recipes(), data=st.data())
 def test_the_position_counts_the_samples_of_the_steps_before(
     counts: list[int], recipe: Recipe, data: st.DataObject
@@ -138,7 +134,6 @@ def test_the_position_counts_the_samples_of_the_steps_before(
         order = make_order(counts, recipe, 0, cuts)
 
 
-@settings(deadline=None)
 @given(counts=counts_of_shards, recipe=recipes(), epoch=st.integers(0, 3), data=st.data())
 def test_cut_anew_any_number_of_times_the_rest_is_exactly_the_rest(
     counts: list[int], recipe: Recipe, epoch: int, data: st.DataObject
@@ -182,7 +177,6 @@ def test_a_run_finds_its_epoch_again_after_an_upgrade() -> None:
     assert all_steps(make_order(counts, Recipe(7, "full"), 1, [Layout(5, 1)])) == full
 
 
-@settings(deadline=None)
 @given(
     counts=st.lists(st.integers(0, 8), min_size=5, max_size=25).filter(any),
     window=st.integers(1, 4),

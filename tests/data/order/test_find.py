@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.data.order.epoch_order import EpochOrder, Layout, choose_lanes
@@ -19,9 +19,10 @@ from dtrain.data.order.mixture_position import MixturePosition, Plan
 from dtrain.data.order.position import Position, Uses
 from dtrain.data.order.randomness import permute, unpermute
 from dtrain.data.sources.datasets import SampleIndex
+from tests.property_tests import examples
 
 keys = st.integers(0, 2**64 - 1)
-few = settings(deadline=None, max_examples=15)
+few = examples(15)
 #: Sample, epoch, step and slot.
 Used = tuple[int, int, int, int]
 
@@ -39,14 +40,12 @@ def through_a_file(value: Any) -> Any:
 # -- permutations
 
 
-@settings(deadline=None)
 @given(size=st.integers(1, 100_000), key=keys)
 def test_unpermute_is_the_inverse_of_permute(size: int, key: int) -> None:
     index = np.arange(size)
     assert (unpermute(permute(index, size, np.uint64(key)), size, np.uint64(key)) == index).all()
 
 
-@settings(deadline=None)
 @given(size=st.integers(1, 2**52), key=keys, data=st.data())
 def test_unpermute_is_the_inverse_in_huge_domains(size: int, key: int, data: st.DataObject) -> None:
     index = np.array(data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=50)))
@@ -60,7 +59,6 @@ def test_unpermute_is_the_inverse_for_every_small_size_and_at_the_ends_of_the_la
         assert (unpermute(permute(index, size, np.uint64(5)), size, np.uint64(5)) == index).all()
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_each_place_has_a_size_and_a_key_of_its_own(data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.tuples(st.integers(1, 1000), keys, st.integers(0, 999)), min_size=1, max_size=30))
@@ -85,7 +83,7 @@ def layouts(draw: st.DrawFn, shuffle: str) -> Layout:
     return Layout(per_lane * lanes, lanes)
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(
     counts=st.lists(st.integers(0, 12), min_size=1, max_size=10).filter(any),
     recipe=recipes(),
@@ -168,7 +166,7 @@ def check_segment(
     assert rows == walked
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     recipe=recipes(),
     legs=st.lists(st.tuples(st.integers(1, 12) | st.integers(13, 60), st.integers(0, 20)), min_size=1, max_size=4),

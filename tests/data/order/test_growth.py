@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.data.order import cut
@@ -18,6 +18,7 @@ from dtrain.data.order.growth import Growth, ShardList
 from dtrain.data.order.lines import Recipe
 from dtrain.data.order.position import Position
 from tests.data.order.growing import Promise, Sample, Shards, more_files, through_a_file
+from tests.property_tests import examples
 from tests.refusals import refused
 
 
@@ -94,7 +95,6 @@ counted = st.builds(
 )
 
 
-@settings(deadline=None)
 @given(lists=st.lists(names | counted, max_size=3), data=st.data())
 def test_a_list_of_shards_survives_a_file(lists: list[list[str]], data: st.DataObject) -> None:
     every = tuple(dict.fromkeys(name for part in lists for name in part))
@@ -152,7 +152,7 @@ def test_new_samples_are_drawn_in_proportion_to_what_is_left() -> None:
     assert (position.epoch, position.step) == (1, 0)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     batch=st.sampled_from([(8, 8), (64, 64), (60, 20), (64, 1), (48, 16)]),
     counts=st.lists(st.integers(30, 90), min_size=4, max_size=40),

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.data.order import mixture_order
@@ -20,11 +20,12 @@ from dtrain.data.order.lines import Recipe
 from dtrain.data.order.mixture_order import Deal, Schedule
 from dtrain.data.order.mixture_position import MixturePosition, Plan
 from dtrain.data.sources.datasets import SampleIndex
+from tests.property_tests import examples
 from tests.refusals import refused
 
 weights = st.floats(1e-4, 1)
-few = settings(deadline=None, max_examples=8)
-many = settings(deadline=None, max_examples=30)
+few = examples(8)
+many = examples(30)
 
 
 def constant(*values: float) -> tuple[Schedule, ...]:

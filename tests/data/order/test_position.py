@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.data.order.epoch_order import Layout, choose_lanes
 from dtrain.data.order.lines import Recipe
 from dtrain.data.order.position import Position
 from dtrain.data.sources.datasets import SampleIndex
+from tests.property_tests import examples
 from tests.refusals import refused
 
 SAMPLES = 47
@@ -72,7 +73,7 @@ def test_an_epoch_can_be_begun_from_anywhere() -> None:
     assert (position.samples, remaining_steps(position)) == (0, remaining_steps(straight))
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(
     shuffle=st.sampled_from(["window", "full", "none"]),
     tail=st.sampled_from(["pad", "drop"]),

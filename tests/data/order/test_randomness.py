@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.data.order.randomness import Randomness, hash64, permute, seed_generators
@@ -37,13 +37,11 @@ def test_what_was_drawn_for_one_key_does_not_matter_for_the_next() -> None:
 keys = st.integers(0, 2**64 - 1)
 
 
-@settings(deadline=None)
 @given(size=st.integers(1, 3000), key=keys)
 def test_every_place_is_taken_once(size: int, key: int) -> None:
     assert sorted(permute(np.arange(size), size, np.uint64(key)).tolist()) == list(range(size))
 
 
-@settings(deadline=None)
 @given(size=st.integers(1, 2**52), key=keys, data=st.data())
 def test_places_of_a_huge_domain_stay_in_it_and_differ(size: int, key: int, data: st.DataObject) -> None:
     index = data.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=50, unique=True))
@@ -52,7 +50,6 @@ def test_places_of_a_huge_domain_stay_in_it_and_differ(size: int, key: int, data
     assert len(set(places)) == len(index)
 
 
-@settings(deadline=None)
 @given(data=st.data())
 def test_an_index_goes_where_it_goes_alone(data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.tuples(st.integers(1, 100), keys, st.integers(0, 99)), min_size=1, max_size=20))

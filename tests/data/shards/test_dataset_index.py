@@ -13,13 +13,14 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.data.shards import dataset_index
 from dtrain.data.shards.dataset_index import DatasetIndex
 from dtrain.data.shards.shard_index import ShardIndex, load_or_build
 from dtrain.data.shards.tar import ShardError
+from tests.property_tests import examples
 from tests.refusals import assert_refused, refused
 from tests.shards import tar_bytes, webdataset_samples, write_shard
 
@@ -79,7 +80,7 @@ def test_later_start_of_many_shards_does_not_load_their_indexes(
     assert_equal(DatasetIndex.build(shards, FIELDS), first)
 
 
-@settings(max_examples=20, deadline=None)
+@examples(20)
 @given(counts=st.lists(st.integers(0, 5), min_size=1, max_size=7).filter(any), workers=st.integers(1, 3))
 def test_any_unevenness_and_any_number_of_threads_give_the_same(
     tmp_path_factory: pytest.TempPathFactory, counts: list[int], workers: int

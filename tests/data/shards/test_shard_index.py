@@ -17,7 +17,7 @@ from typing import Any, Literal, NoReturn
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from webdataset.tariterators import base_plus_ext
 
@@ -25,6 +25,7 @@ from dtrain.data.shards import shard_file, shard_index
 from dtrain.data.shards.shard_index import ShardIndex, decode_name, index_tar, load_or_build, split_name, write_index
 from dtrain.data.shards.tar import ShardError, walk
 from tests.http_server import FileServer, serving
+from tests.property_tests import examples
 from tests.refusals import assert_refused, refused
 from tests.shards import tar_bytes, tarfile_files, webdataset_samples, write_shard
 
@@ -90,7 +91,7 @@ def read_samples(index: ShardIndex, content: bytes) -> list[dict[str, Any]]:
     return samples
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(st.lists(members(), max_size=8), st.sampled_from(FORMATS))
 def test_files_are_where_tarfile_finds_them(files: list[tuple[tarfile.TarInfo, bytes]], format: int) -> None:
     content = write(files, format)
@@ -102,7 +103,7 @@ colliding_name = st.lists(
 ).map("".join)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.lists(colliding_name, max_size=8), st.sampled_from(FORMATS))
 def test_samples_are_those_of_webdataset(
     tmp_path_factory: pytest.TempPathFactory, names: list[str], format: int

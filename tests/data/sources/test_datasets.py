@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from torch.utils.data import IterableDataset, TensorDataset
@@ -22,6 +22,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 from dtrain.data import Limits, ShardLoader, WorkerOptions
 from dtrain.data.fields.field import DataError, Field, SampleError
 from dtrain.data.sources.datasets import Arrays, Generated, SampleIndex, as_dataset, value_fields, value_of
+from tests.property_tests import examples
 from tests.refusals import refused
 from tests.shards import close, global_batches, read_epoch, valid_keys
 
@@ -384,7 +385,7 @@ def test_data_sets_travel_to_workers_of_any_start_method(start_method: str) -> N
 # -- states
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(legs=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 14), st.integers(0, 6)), min_size=1, max_size=4))
 def test_killed_anywhere_and_resumed_anyhow_an_epoch_is_each_sample_once(legs: list[tuple[int, int, int]]) -> None:
     state, used = None, []

@@ -88,7 +88,7 @@ def assert_continues(fork: Path, trunk: Path, after: int, last: int) -> None:
 # -- the steps of a fork
 
 
-@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize("step", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_fork_continues_exactly_as_its_trunk(trunk: Path, tmp_path: Path, step: int) -> None:
     fork = tmp_path / "fork"
     start(2, fork, f"run.fork={trunk}@{step}")
