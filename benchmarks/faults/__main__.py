@@ -122,14 +122,18 @@ def _reason(output: str) -> str:
 
 def _cell(rounds: Sequence[dict[str, Any]], name: str, decimals: int = 0) -> str:
     values = [one[name] for one in rounds if name in one]
-    return harness.spread(values, decimals) if values else "failed" if rounds else "not installed"
+    if not values:
+        return "failed" if rounds else "not installed"
+    failed = len(rounds) - len(values)
+    return harness.spread(values, decimals) + (f", {failed} failed" if failed else "")
 
 
 def _losses(rounds: Sequence[dict[str, Any]]) -> str:
     values = [one["difference"] for one in rounds if "difference" in one]
     if not values:
-        return "failed" if rounds else "not installed"
-    return "equal bits" if max(values) == 0 else f"{max(values):.1e}"
+        return _cell(rounds, "difference")
+    # A run whose epochs are shorter has no loss for some of the steps.
+    return "equal bits" if max(values) == 0 else "other steps" if max(values) == float("inf") else f"{max(values):.1e}"
 
 
 if __name__ == "__main__":

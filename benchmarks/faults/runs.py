@@ -27,6 +27,7 @@ from benchmarks.faults import protocol
 #: What is killed: one rank, whose torchrun then ends the others, or all of them with torchrun, as when a machine stops.
 VICTIMS = ("one rank", "all")
 _LIMIT = 300  # seconds until a start has reached its kill, or ends
+_SHOWN = 20_000  # characters of the output of a start that failed
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def run(contender: str, folder: Path, ranks: Sequence[int], kills: Sequence[Kill
         _end(process, Kill(0, "all", 0))
         code = -1
     if code:
-        raise RuntimeError(f"{contender}, start {start}:\n" + (folder / "output.log").read_text()[-3000:])
+        raise RuntimeError(f"{contender}, start {start}:\n" + (folder / "output.log").read_text()[-_SHOWN:])
     return count(folder, time.monotonic() - began)
 
 
@@ -133,7 +134,7 @@ def _wait_for(process: subprocess.Popen[bytes], folder: Path, start: int, kill: 
     while not any(_reached(log, kill.step) for log in folder.glob(f"start-{start}-rank-0-*.jsonl")):
         if process.poll() is not None or time.monotonic() > deadline:
             _end(process, kill)
-            output = (folder / "output.log").read_text()[-3000:]
+            output = (folder / "output.log").read_text()[-_SHOWN:]
             raise RuntimeError(f"start {start} did not reach step {kill.step}:\n{output}")
         time.sleep(0.002)
     time.sleep(kill.delay)
