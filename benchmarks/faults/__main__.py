@@ -9,8 +9,9 @@ get the same kills.
 
 Columns: *lost* and *doubled*: samples of the two epochs that the final weights have not seen, or have seen too often;
 *repeated*: steps that were computed again; *losses*: the largest difference of a step's loss from that of the undisturbed
-run; *goodput*: duration of the undisturbed run divided by that of the killed one, with all starts; *lines*: of the
-contender's program that exist only for saving and resuming. Needs the group ``bench`` of pyproject.toml and torchdata.
+run; *goodput*: duration of the undisturbed run divided by that of the killed one, with all starts; *failed*: killed runs that
+could not be resumed; *lines*: of the contender's program that exist only for saving and resuming. Needs the group ``bench`` of
+pyproject.toml.
 """
 
 from __future__ import annotations
@@ -101,6 +102,8 @@ def show(arguments: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) 
         table.text(heading, {row: _cell(rounds, heading) for row, rounds in rows.items()})
     table.text("losses", {row: _losses(rounds) for row, rounds in rows.items()})
     table.text("goodput", {row: _cell(rounds, "goodput", 2) for row, rounds in rows.items()})
+    failures = {row: sum("failed" in one for one in rounds) for row, rounds in rows.items()}
+    table.text("failed", {row: f"{number} of {len(rows[row])}" for row, number in failures.items() if number})
     table.text("lines", {(name, row): str(runs.lines_for_resuming(name)) for name, row in rows})
     table.show(harness.rounds_note(arguments.rounds, f"; kills of seed {arguments.seed} and the following"))
     for (name, row), rounds in rows.items():
@@ -124,8 +127,7 @@ def _cell(rounds: Sequence[dict[str, Any]], name: str, decimals: int = 0) -> str
     values = [one[name] for one in rounds if name in one]
     if not values:
         return "failed" if rounds else "not installed"
-    failed = len(rounds) - len(values)
-    return harness.spread(values, decimals) + (f", {failed} failed" if failed else "")
+    return harness.spread(values, decimals)
 
 
 def _losses(rounds: Sequence[dict[str, Any]]) -> str:
