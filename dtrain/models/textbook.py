@@ -1,4 +1,4 @@
-"""Networks of well-known tutorials, for runs that are compared with published results (docs/proof.md).
+"""Networks from well-known tutorials, for runs that are compared with published results (docs/proof.md).
 
 ``ResidualMLP``, ``ConvNet1d`` and ``GRUClassifier`` are the networks of MNIST-1D (Greydanus and Kobak, "Scaling down deep
 learning with MNIST-1D", 2024); ``LeNet`` is from PyTorch's CIFAR-10 tutorial. All use torch's default initialisation.
@@ -16,7 +16,7 @@ class ResidualMLP(nn.Module):
     Takes vectors ``[rows, inputs]``, returns logits ``[rows, classes]``.
 
     Args:
-        inputs: Numbers of a vector.
+        inputs: Length of the input vectors.
         width: Units of both hidden layers.
         classes: Number of classes.
     """
@@ -40,7 +40,7 @@ class ConvNet1d(nn.Module):
     Takes sequences ``[rows, length]``, returns logits ``[rows, classes]``.
 
     Args:
-        length: Numbers of a sequence, at least 4.
+        length: Length of the input sequences, at least 4.
         width: Channels of each convolution.
         classes: Number of classes.
     """
@@ -63,12 +63,12 @@ class ConvNet1d(nn.Module):
 
 
 class GRUClassifier(nn.Module):
-    """A bidirectional GRU over single numbers, and a linear layer over its outputs of all times.
+    """A bidirectional GRU over sequences of single numbers, and a linear layer over its outputs at all time steps.
 
     Takes sequences ``[rows, length]``, returns logits ``[rows, classes]``.
 
     Args:
-        length: Numbers of a sequence.
+        length: Length of the input sequences.
         width: Hidden units of each direction.
         classes: Number of classes.
     """
