@@ -145,7 +145,7 @@ class GradientHistograms:
 
         if run.is_sharded:
             raise ConfigError(
-                "GradientHistograms: each rank of a sharded run has a part of the gradients only. Remove it."
+                "GradientHistograms: each rank of a sharded run has only a part of the gradients. Remove the hook."
             )
         if run.world.rank == 0:  # the gradients are equal on all ranks, and wandb is open on rank 0 only
             run.optimizer.register_step_pre_hook(log)

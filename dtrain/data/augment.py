@@ -325,7 +325,7 @@ class TorchvisionTransform:
         if not self.only_colours and (regions := regions_of(sample, self.field)):
             raise DataError(
                 f"the transform of {self.field!r} may move pixels, but not {regions[0].name!r}. Set only_colours=true if it "
-                "changes colours only; otherwise use RandomResizedCrop, RandomCropFlip, Flip or a Geometric of your own."
+                "changes colours only; otherwise use RandomResizedCrop, RandomCropFlip, Flip or your own Geometric."
             )
         image = torch.from_numpy(np.array(image_of(sample, self.field))).permute(2, 0, 1)
         seed = int(rng.integers(2**63))

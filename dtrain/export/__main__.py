@@ -64,8 +64,8 @@ def main() -> None:
     def rewrite(arguments: list[str]) -> list[str]:
         if any(argument.lstrip("+").startswith(("export.token=", "export.hf_token=")) for argument in arguments):
             raise ConfigError(
-                "export.token: there is no such key, because a command line is seen by others and saved. Set the environment "
-                "variable HF_TOKEN, or run `hf auth login` once."
+                "export.token: there is no such key, because others can see a command line, and it is saved. Set the "
+                "environment variable HF_TOKEN, or run `hf auth login` once."
             )
         return recompose(arguments)
 

@@ -60,7 +60,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             (vectors if parameter.dim() < 2 else decayed if outside else inner).append(parameter)
         if any(hasattr(parameter, "device_mesh") for parameter in inner):
             raise ValueError(
-                "Muon: it orthogonalises whole matrices, of which a rank has a part only with parallel.shard. Use "
+                "Muon: it orthogonalises whole matrices, but with parallel.shard each rank has only a part of them. Use "
                 "optimizer=adamw, or set parallel=ddp."
             )
         if not inner:

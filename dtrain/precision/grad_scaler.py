@@ -122,7 +122,7 @@ class CrossRankGradScaler:
         """
         if self._rounds:
             raise RuntimeError(
-                "CrossRankGradScaler: it can be pickled after update() only, not between unscale_() and it"
+                "CrossRankGradScaler: it can be pickled only after update(), not between unscale_() and update()"
             )
         if self._agreement.has_own_group:
             raise TypeError(

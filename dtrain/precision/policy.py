@@ -160,7 +160,7 @@ class Precision:
 
     def _require_device(self, device_type: str) -> None:
         if not torch.amp.is_autocast_available(device_type):
-            raise ConfigError(f"precision={self.name}: autocast does not know the device type {device_type!r}")
+            raise ConfigError(f"precision={self.name}: torch.autocast does not support the device type {device_type!r}")
         if device_type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(
                 f"precision={self.name}: the device is cuda, but CUDA is not available here. Use the cpu, or install a "
@@ -179,8 +179,8 @@ class Precision:
             native_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         if self.compute_dtype == torch.bfloat16 and not native_bf16:
             raise ConfigError(
-                f"precision=bf16: {name} has no bf16 arithmetic (compute capability 8.0 or newer has). It can do "
-                "precision=fp16 and precision=fp32"
+                f"precision=bf16: {name} has no bf16 arithmetic, which needs compute capability 8.0 or newer. Use "
+                "precision=fp16 or precision=fp32"
             )
         # bf16 and TF32 arrived with the same GPU generation (Ampere).
         if self.fp32_mode == "tf32" and not native_bf16:

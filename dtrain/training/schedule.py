@@ -258,6 +258,6 @@ def _require_steps(horizon: int, **part: int) -> None:
     ((name, steps),) = part.items()
     if horizon < 1 or not 0 <= steps <= horizon:
         raise ValueError(
-            f"got horizon {horizon} and {name} {steps}; want at least one step, and a part of them. Durations are "
-            f"{_DURATIONS}."
+            f"got horizon {horizon} and {name} {steps}; want a horizon of at least 1, and 0 <= {name} <= horizon. Durations "
+            f"are {_DURATIONS}."
         )

@@ -321,7 +321,7 @@ class Field:
             )
         if self.role == "boxes" and self.length is None:
             raise ValueError(
-                f"field {self.name!r}: role boxes without length. Set the most boxes that a sample has: length: 50."
+                f"field {self.name!r}: role boxes without length. Set the maximum number of boxes per sample: length: 50."
             )
         if not 0 <= self.ignore <= 255:
             raise ValueError(f"field {self.name!r}: ignore {self.ignore}, want a number from 0 to 255.")

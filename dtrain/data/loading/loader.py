@@ -390,7 +390,7 @@ class ShardLoader:
         except KeyError as error:
             example = self.index.keys(np.zeros(1, np.int64))[0]
             raise ValueError(
-                f"{error.args[0]!r} is no sample of the training data. Keys look like {example}."
+                f"{error.args[0]!r} is not a sample of the training data. Keys look like {example}."
             ) from None
         self._excluded_keys = tuple(keys)
         self._excluded, self.excluded = found, describe(keys)

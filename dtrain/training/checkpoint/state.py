@@ -459,7 +459,7 @@ def load_module(
     """
     if problems := weight_problems(module, tensors, lambda name: name in lacks):
         raise ConfigError(
-            f"{source} is from a different model: {problems}. Use the model config that it was saved with, or another run.dir."
+            f"{source} is from a different model: {problems}. Use the model config that it was saved with, or a new run.dir."
         )
     copy_into(module, tensors)
 
