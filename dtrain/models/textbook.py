@@ -19,6 +19,12 @@ class ResidualMLP(nn.Module):
         inputs: Length of the input vectors.
         width: Units of both hidden layers.
         classes: Number of classes.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.models import ResidualMLP
+        >>> ResidualMLP()(torch.rand(2, 40)).shape
+        torch.Size([2, 10])
     """
 
     def __init__(self, inputs: int = 40, width: int = 100, classes: int = 10) -> None:
@@ -43,6 +49,12 @@ class ConvNet1d(nn.Module):
         length: Length of the input sequences, at least 4.
         width: Channels of each convolution.
         classes: Number of classes.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.models import ConvNet1d
+        >>> ConvNet1d()(torch.rand(2, 40)).shape
+        torch.Size([2, 10])
     """
 
     def __init__(self, length: int = 40, width: int = 25, classes: int = 10) -> None:
@@ -71,6 +83,12 @@ class GRUClassifier(nn.Module):
         length: Length of the input sequences.
         width: Hidden units of each direction.
         classes: Number of classes.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.models import GRUClassifier
+        >>> GRUClassifier()(torch.rand(2, 40)).shape
+        torch.Size([2, 10])
     """
 
     def __init__(self, length: int = 40, width: int = 6, classes: int = 10) -> None:
@@ -91,6 +109,12 @@ class LeNet(nn.Module):
 
     Args:
         classes: Number of classes.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.models import LeNet
+        >>> LeNet()(torch.rand(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
 
     def __init__(self, classes: int = 10) -> None:

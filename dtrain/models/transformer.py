@@ -90,7 +90,14 @@ class Logits(nn.Module):
         model: For example ``ViTForImageClassification`` or ``GPT2LMHeadModel`` of Hugging Face transformers.
 
     Example:
-        In a config: ``model={_target_: dtrain.models.Logits, model: {_target_: my_package.build_vit}}``.
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> from dtrain.models import Logits
+        >>> class Classifier(torch.nn.Linear):  # stands for a model of transformers
+        ...     def forward(self, inputs):
+        ...         return SimpleNamespace(logits=super().forward(inputs))
+        >>> Logits(Classifier(4, 2))(torch.rand(3, 4)).shape
+        torch.Size([3, 2])
     """
 
     def __init__(self, model: nn.Module) -> None:

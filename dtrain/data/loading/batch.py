@@ -270,6 +270,15 @@ class TransferOptions:
 
     Raises:
         ValueError: If ``features`` or ``on_overflow`` is unknown.
+
+    Example:
+        >>> import numpy as np
+        >>> from dtrain.data import ShardLoader, TransferOptions
+        >>> arrays, fields = {"x": np.ones((4, 2), np.float32)}, {"x": {"name": "x", "role": "feature"}}
+        >>> options = {"precision": "bf16", "transfer": TransferOptions(features="fp32")}
+        >>> loader = ShardLoader.over(arrays, fields, global_batch_size=2, num_workers=0, **options)
+        >>> next(loader.epoch(0))["x"].dtype
+        torch.float32
     """
 
     features: str = "auto"

@@ -183,6 +183,11 @@ class WorkerOptions:
 
     Raises:
         ValueError: If an option is impossible; names key and value.
+
+    Example:
+        >>> from dtrain.data import WorkerOptions
+        >>> WorkerOptions(prefetch=4, pin_memory=True)  # the argument ``workers`` of ShardLoader
+        WorkerOptions(prefetch=4, start_method=None, pin_memory=True, max_restarts=3)
     """
 
     prefetch: int = 2
