@@ -1,8 +1,8 @@
-"""``dtrain COMMAND ...``: the entry points as one console command; also ``python -m dtrain``.
+"""``dtrain COMMAND ...``: all entry points as one console command; also ``python -m dtrain``.
 
 * ``dtrain X ...`` does what ``python -m dtrain.X ...`` does, in this process and with the same exit code.
-* ``dtrain train``, ``evaluate`` and ``doctor`` also start torchrun, on this machine, if there are to be several processes:
-  ``--nproc N``, by default one process for each GPU, or one on a CPU. ``dtrain replay`` starts as many as the run had.
+* ``dtrain train``, ``evaluate`` and ``doctor`` start torchrun on this machine for several processes: ``--nproc N``, by default
+  one process for each GPU, or one on a CPU. ``dtrain replay`` starts as many as the run had.
 * ``dtrain --help`` and ``--version`` import neither torch nor Hydra.
 """
 
@@ -26,13 +26,13 @@ COMMANDS = {
     "evaluate": "evaluate a checkpoint of a run, in one precision or several, or an artefact",
     "export": "export a checkpoint as an artefact for inference, and publish it on the Hugging Face hub",
     "predict": "classify images or continue a text with an artefact",
-    "pack": "write tar shards, or index existing ones",
-    "show": "show what a model will see: samples, labels, sizes and bad samples of a config's data, as one HTML page",
-    "launch": "start runs and sweeps on this machine or with SLURM; their status, logs, stop and resume",
-    "report": "show runs as one HTML page",
+    "pack": "write tar shards; index or repair existing ones",
+    "show": "show what a model will see, as one HTML page: samples, labels, sizes and bad samples of the data",
+    "launch": "start runs and sweeps, on this machine or with SLURM; show their status and logs, stop and resume them",
+    "report": "show runs, their curves and problems as one HTML page",
     "replay": "recompute steps of a run and compare them with its records",
     "trace": "show which steps of a run used a sample",
-    "doctor": "check this machine, and find what limits a run on it",
+    "doctor": "check this machine, and find what limits a run",
     "completion": "print the completion script of a shell: bash, zsh or fish",
 }
 _ON_SEVERAL_PROCESSES = ("train", "evaluate", "doctor")
@@ -49,8 +49,8 @@ Commands
 {os.linesep.join(f"  {name:12}{meaning}" for name, meaning in COMMANDS.items())}
 
 With train, evaluate, doctor and replay
-  --nproc N   number of processes on this machine, which torchrun starts (default: one for each GPU, or one on a CPU; with
-              replay as many as the run had)
+  --nproc N   number of processes that torchrun starts on this machine (default: one for each GPU, or one on a CPU; with
+              replay: as many as the run had)
 
 Example
   dtrain train --nproc 2 experiment=digits precision=bf16

@@ -1,6 +1,6 @@
 """Calls an entry point with its config; every entry point uses ``run``.
 
-* A wrong command line or config is shown on rank 0, as one message with the nearest valid name; exit code 2.
+* An error in the command line or config is shown on rank 0, as one message with the nearest valid name; exit code 2.
 * A ``ConfigError`` of the entry point is shown without a traceback on rank 0, an ``Explained`` on the rank that raised it.
   Other exceptions are shown with their traceback on the rank that raised them. In all cases every rank exits with code 1.
 """
@@ -50,8 +50,8 @@ def run(
 
     Args:
         main: The entry point. Its exceptions end the process; its return value is ignored.
-        argv: Arguments without the program's name; None takes ``sys.argv``.
-        rewrite: Converts the arguments to those for Hydra.
+        argv: Arguments without the program's name; None: those of ``sys.argv``.
+        rewrite: Converts these arguments to Hydra's arguments; None: they are passed to Hydra unchanged.
 
     Raises:
         SystemExit: With a code other than 0, if composing or ``main`` failed.

@@ -42,31 +42,31 @@ _BEARER = re.compile(rf"(?<=bearer )[\w.~+/=-]{{{_SHORTEST_SECRET},}}", re.IGNOR
 
 
 class ConfigError(ValueError):
-    """An error in the config, data, checkpoint or environment, which the user can correct.
+    """An error in the config, data, checkpoint or environment that the user can correct.
 
     The message is complete: it names the key or file, the value and the remedy. The error is raised on every rank and
-    shown on rank 0.
+    shown on rank 0, without a traceback.
     """
 
 
 class Explained(Exception):
     """An error that the user can correct and that only one rank may have, such as a full disk or a batch of bad samples.
 
-    The message is complete, as in a ``ConfigError``. The first rank with the error shows it; the others end with
+    The message is complete, as in a ``ConfigError``. The first rank that raises it shows it; the other ranks end with
     one line.
     """
 
 
 class PeerFailed(RuntimeError):
-    """This rank ends because another rank failed first and has published its error."""
+    """This rank ends because a different rank failed first and published its error."""
 
 
 class PeerLost(Explained, RuntimeError):
-    """This rank ends because another rank is gone and no rank has published an error."""
+    """This rank ends because a different rank has died or does not answer, and no rank has published an error."""
 
 
 class RankLost(PeerLost):
-    """Another rank is gone, and this rank continues without it (``parallel.recover``)."""
+    """A different rank has died, and this rank continues without it (``parallel.recover``)."""
 
 
 def shortened(text: str, most: int) -> str:

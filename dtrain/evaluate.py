@@ -69,12 +69,12 @@ USAGE = """Usage
 
 Options
   run.dir=DIR                    the run's directory
-  artefact=DIR                   a safetensors artefact in place of a run, or hf://ORG/NAME[@REVISION] of the Hugging Face hub
+  artefact=DIR                   a safetensors artefact instead of a run, or hf://ORG/NAME[@REVISION] on the Hugging Face hub
   checkpoint=best|latest|STEP    which checkpoint (default: best if the run keeps one, else latest)
-  weights=ema|raw                averaged or raw weights (default: ema if the checkpoint has it)
+  weights=ema|raw                averaged or raw weights (default: ema if the checkpoint has them)
   precision=NAME[,NAME ...]      one precision or several: precision=fp32,bf16,fp16 (default: the run's)
   out=DIR2                       folder for the result as JSON and a picture (default: DIR/evaluations)
-  --trust                        use a run that another user started: its saved command line can run any code
+  --trust                        use a run that a different user started: its saved command line can run any code
   KEY=VALUE                      any key of the config, such as 'data.eval="shards/val-*.tar"'
 """
 

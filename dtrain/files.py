@@ -4,11 +4,11 @@
   or a power cut, the whole old or the whole new content exists.
 * A folder cannot be renamed over an existing one. The old folder is first renamed to ``.NAME.replaced``, and deleted when
   the new one is in place. ``restore_replaced`` puts it back after a kill between the two renames.
-* A run directory may be a copy of an unknown origin. So a file that is a symbolic link is replaced or refused, never written
-  through; a pipe or a device is refused, since it would block its reader or never end. Folders may be links. YAML and JSON
-  are bounded in size and depth.
+* A run directory may be a copy of unknown origin. So a symbolic link in place of a file is replaced or refused, and never
+  followed when writing; a pipe or a device is refused, because reading it could block or never end. Folders may be links. YAML
+  and JSON are limited in size and depth.
 * Permissions follow the umask, also for files that a library created for their owner only.
-* A folder or file is *own* if nobody but this user and root may write it. What dtrain trusts in a cache is own.
+* A folder or file is *own* if nobody but this user and root may write to it. In a cache, dtrain trusts only own files.
 """
 
 from __future__ import annotations

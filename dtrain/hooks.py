@@ -1,9 +1,9 @@
-"""Hooks for ``train.hooks``: early stopping, histograms of gradients, and samples of what the model does.
+"""Hooks for ``train.hooks``: early stopping, histograms of gradients, and sample predictions of the model.
 
     'train.hooks=[{_target_: dtrain.hooks.EarlyStopping, metric: eval/accuracy, patience: 3}, {_target_: dtrain.hooks.Samples}]'
 
-All ranks call a hook at the same step, with the same outcome or result, so they all take the same decision. Which methods a
-hook may have is in ``dtrain.training.hook_calls``; ``examples/hooks.py`` is one of a user.
+All ranks call a hook at the same step, with the same outcome or result, so they all take the same decision.
+``dtrain.training.hook_calls`` lists the methods that a hook may have; ``examples/hooks.py`` shows how to write one.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Media = str | bytes | Mapping[str, str | bytes]
 
 
 class EarlyStopping:
-    """Ends the run when a metric has not improved in the last evaluations. The run is then finished.
+    """Ends the run when a metric has not improved for ``patience`` evaluations. The run's state is then ``finished``.
 
-    The count is part of the checkpoints. A run that has ended so can be extended with a larger patience.
+    The count is part of the checkpoints. A run that was ended early can be extended with a larger patience.
 
     Example:
         >>> from dtrain.hooks import EarlyStopping
@@ -39,13 +39,13 @@ class EarlyStopping:
 
     Args:
         metric: Name of the metric in metrics.jsonl.
-        patience: Evaluations without improvement.
-        min_delta: An improvement is larger than this.
-        mode: ``"max"`` if a higher value is better, ``"min"`` if a lower one is; None: by the metric's name.
+        patience: Number of evaluations in a row without improvement after which the run ends.
+        min_delta: Smaller changes, and a change of exactly this size, do not count as an improvement.
+        mode: ``"max"`` if a higher value is better, ``"min"`` if a lower one is; None: decided by the metric's name.
 
     Raises:
-        ConfigError: If mode is None, and the name does not tell.
-        ValueError: If a number is impossible.
+        ConfigError: If ``mode`` is None and the metric's name does not tell which direction is better.
+        ValueError: If ``patience`` or ``min_delta`` is out of range.
     """
 
     def __init__(
@@ -65,12 +65,20 @@ class EarlyStopping:
         self._step = 0  # of the last evaluation
 
     def on_start(self, run: TrainState) -> None:
-        """Ends a run at once that was killed after it decided to end, and before it did."""
+        """Ends the run at once if it was killed between the decision to end it and its end.
+
+        Raises:
+            ConfigError: If the run has no evaluations.
+        """
         _require_evaluations(run, "EarlyStopping")
         self._end_if_due(run)
 
     def on_evaluation(self, run: TrainState, result: Evaluation) -> None:
-        """All ranks have the same values, so all end or none does."""
+        """Counts evaluations without improvement. All ranks have the same values, so either all of them end or none.
+
+        Raises:
+            ValueError: If the evaluation does not have the metric; names those that it has.
+        """
         metrics = result.record()
         if self._metric not in metrics:
             raise ValueError(f"EarlyStopping.metric: got {self._metric!r}, an evaluation has {', '.join(metrics)}.")
@@ -93,7 +101,7 @@ class EarlyStopping:
         return {"metric": self._metric, "best": self._best, "since_best": self._since_best, "step": self._step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores ``state_dict``, unless it is of a different metric."""
+        """Restores ``state_dict``, unless it belongs to a different metric."""
         if state["metric"] == self._metric:
             self._best, self._since_best, self._step = state["best"], state["since_best"], state["step"]
 
@@ -101,8 +109,10 @@ class EarlyStopping:
 class GradientHistograms:
     """Logs a histogram of the gradient of each parameter to wandb; with other trackers it does nothing.
 
+    The gradients are averaged over the ranks, unscaled and clipped.
+
     Args:
-        every: Steps between two logs.
+        every: Number of steps from one histogram to the next.
 
     Raises:
         ValueError: If ``every`` is less than 1.
@@ -114,7 +124,11 @@ class GradientHistograms:
         self._every = every
 
     def on_start(self, run: TrainState) -> None:
-        """Registers a hook of torch. In ``on_step``, the gradients of the next step may have been computed already."""
+        """Registers a hook on the optimizer: in ``on_step``, the gradients may already be those of the next step.
+
+        Raises:
+            ConfigError: If the run is sharded.
+        """
 
         def log(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
             # Called before each update; the gradients are averaged over the ranks, unscaled and clipped.
@@ -131,28 +145,34 @@ class GradientHistograms:
 
         if run.is_sharded:
             raise ConfigError(
-                "GradientHistograms: each rank of a sharded run has a part of the gradients only. Remove it."
+                "GradientHistograms: each rank of a sharded run has only a part of the gradients. Remove the hook."
             )
         if run.world.rank == 0:  # the gradients are equal on all ranks, and wandb is open on rank 0 only
             run.optimizer.register_step_pre_hook(log)
 
 
 class Samples:
-    """Keeps what the model predicts or generates for a few evaluation samples, as texts or pictures in ``<run.dir>/media``.
+    """Saves what the model predicts or generates for a few evaluation samples, as texts or pictures in ``<run.dir>/media``.
 
-    The samples are the first ones in stored order, the same at each evaluation. The function is called as
-    ``function(model, batch)`` on rank 0 alone (in a sharded run on all ranks, with equal batches), in evaluation mode, without
+    The samples are the first ones in stored order, the same in each evaluation. The function is called as
+    ``function(model, batch)`` on rank 0 only (in a sharded run on all ranks, with equal batches), in evaluation mode, without
     gradients, under autocast, with the averaged weights if there are any. Rows where ``batch.valid`` is false are padding.
 
     Args:
         function: Returns a text, the bytes of a PNG file, or a mapping of names to such contents. In a config:
             ``{_target_: package.function, _partial_: true}``. None: the task's method ``samples``.
         count: Number of samples.
-        every: Evaluations between two calls.
-        name: Name of the media; the names of a mapping are put after it.
+        every: The function is called after every ``every``-th evaluation.
+        name: Name of the media; the names of a mapping are appended to it.
 
     Raises:
-        ValueError: If a number is impossible.
+        ValueError: If ``count`` or ``every`` is less than 1.
+
+    Example:
+        >>> from dtrain.hooks import Samples
+        >>> def describe(model, batch):
+        ...     return "\\n".join(f"{key}: {row}" for key, row in zip(batch.sample_keys, model(batch["image"]).tolist()))
+        >>> hook = Samples(describe, count=4, every=2)
     """
 
     def __init__(
@@ -170,7 +190,11 @@ class Samples:
         self._batch: Batch | None = None
 
     def on_start(self, run: TrainState) -> None:
-        """Finds the function."""
+        """Finds the function.
+
+        Raises:
+            ConfigError: If the run has no evaluations, or there is no function and the task has no method ``samples``.
+        """
         _require_evaluations(run, "Samples")
         self._function = self._function or getattr(run.task, "samples", None)
         if not callable(self._function):
@@ -180,7 +204,7 @@ class Samples:
             )
 
     def on_evaluation(self, run: TrainState, result: Evaluation) -> None:
-        """Calls the function; the other ranks wait."""
+        """Calls the function and saves what it returns. Does nothing with ``tracker.media=false``."""
         on_this_rank = run.is_sharded or run.world.rank == 0
         if run.totals.evaluations % self._every or not (on_this_rank and run.cfg.tracker.media):
             return

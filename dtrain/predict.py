@@ -193,16 +193,16 @@ def _parser() -> argparse.ArgumentParser:
         help="folder that dtrain export wrote, or hf://ORGANISATION/NAME[@REVISION] for one on the Hugging Face hub",
     )
     parser.add_argument("images", metavar="IMAGE", nargs="*", help="JPEG, PNG, WebP, BMP, GIF, TIFF, PPM or AVIF file")
-    parser.add_argument("--prompt", metavar="TEXT", help="text that a language model continues, instead of images")
+    parser.add_argument("--prompt", metavar="TEXT", help="text that a language model continues; instead of images")
     parser.add_argument(
-        "--tokens", type=_positive, default=100, metavar="N", help="tokens to generate at most (default: 100)"
+        "--tokens", type=_positive, default=100, metavar="N", help="maximum number of tokens to generate (default: 100)"
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=1.0,
         metavar="T",
-        help="0: the most probable token; 1: as trained (default)",
+        help="divides the logits; 0: always the most probable token; 1: as trained (default)",
     )
     parser.add_argument(
         "--top-k",
@@ -223,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
         "--json", action="store_true", help="print one JSON object per line, also for files that cannot be used"
     )
     parser.add_argument(
-        "--batch-size", type=_positive, default=32, metavar="N", help="files of one forward (default: 32)"
+        "--batch-size", type=_positive, default=32, metavar="N", help="number of files in one forward (default: 32)"
     )
     parser.add_argument(
         "--device", choices=("cpu", "cuda"), help="device to compute on (default: cuda if available, cpu for onnx)"
@@ -231,8 +231,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--trust",
         action="store_true",
-        help="also run an artefact of another user that may run any code: a program that holds code (pt2, aotinductor), or a "
-        "model that names anything but classes of torch.nn, torch.optim and dtrain",
+        help="also run an artefact of a different user that may run any code: a program that contains code (pt2, aotinductor), "
+        "or a model that names anything but classes of torch.nn, torch.optim and dtrain",
     )
     return parser
 

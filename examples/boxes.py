@@ -1,12 +1,12 @@
-"""Object detection: boxes of varying length, which are cropped and mirrored together with the images.
+"""Object detection: images with any number of boxes, which are cropped and mirrored together with the images.
 
     python examples/boxes.py shapes-boxes        # writes the dataset: KEY.png and KEY.json
     PYTHONPATH=examples dtrain train --nproc 2 --config-dir examples/presets experiment=boxes
 
-The json has a list of [left, top, right, bottom, class] for each image, in pixels, as long as there are shapes in it.
+The json has, under ``boxes``, [left, top, right, bottom, class] in pixels for each shape of the image.
 
-The detector predicts for each cell of a grid whether the centre of a box of a class is in it, and which box (Zhou et al. 2019,
-"Objects as points", without its Gaussians). Evaluations give the average precision at an IoU of 0.5.
+For each cell of a grid, the detector predicts whether the centre of a box of each class lies in the cell, and the edges of this
+box (Zhou et al. 2019, "Objects as points", without its Gaussians). Evaluations report the average precision at an IoU of 0.5.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BINS = 1000  # of scores
 
 
 class Detector(nn.Sequential):
-    """Logits of the classes and four numbers of the box for each cell, ``[rows, classes + 4, height / 8, width / 8]``."""
+    """Class logits and four box numbers for each cell, ``[rows, classes + 4, height / 8, width / 8]``."""
 
     def __init__(self, classes: int = CLASSES, width: int = 16) -> None:
         layers = block(3, width, 2), block(width, 2 * width, 2), block(2 * width, 4 * width, 2)
@@ -107,7 +107,7 @@ class Detection:
 
 
 def _relative(boxes: Tensor, centres: Tensor) -> Tensor:
-    """The edges relative to the middle of the cell of the box's centre, in cells."""
+    """The edges of each box, in cells, relative to the middle of the cell that contains its centre."""
     middle = (centres / STRIDE).floor() + 0.5
     return boxes[..., :4] / STRIDE - torch.cat([middle, middle], dim=-1)
 
@@ -127,7 +127,7 @@ def write(folder: Path, train: int = 1200, test: int = 240) -> None:
 
 
 def samples(count: int, rng: np.random.Generator) -> Iterator[dict[str, Any]]:
-    """Up to five shapes on noise, the class 0 is an ellipse, 1 a rectangle; some images have none."""
+    """Up to five shapes on noise: class 0 is an ellipse, class 1 a rectangle. Some images have no shape."""
     for number in range(count):
         image, boxes = Image.fromarray(rng.integers(0, 120, (SIDE, SIDE, 3), dtype=np.uint8)), []
         for _ in range(rng.integers(0, 6)):

@@ -1,10 +1,10 @@
-"""A GAN: two models and two optimizers, in a loop of your own with dtrain's loader and gradient scaler.
+"""A GAN: two models and two optimizers, in a hand-written loop with dtrain's loader and gradient scaler.
 
     torchrun --standalone --nproc-per-node=2 examples/gan.py --precision fp16 --out runs/gan
 
-Trains on scikit-learn's digits with DDP, on GPUs or on a CPU, and writes generated digits to ``samples.png``. The same command
-again resumes. With two processes the result is that of an undisturbed run, bit for bit; with more, this also needs DDP's
-``find_unused_parameters=True``, because each process otherwise chooses its order of summation anew.
+Trains on scikit-learn's digits with DDP, on GPUs or on a CPU, and writes generated digits to ``samples.png``. Run the same
+command again to resume. With two processes, a resumed run equals an uninterrupted one bit for bit. With more processes, this
+also needs DDP's ``find_unused_parameters=True``; otherwise DDP chooses the order of summation again after a resume.
 """
 
 from __future__ import annotations

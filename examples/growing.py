@@ -2,8 +2,9 @@
 
     python examples/growing.py
 
-Each start is a new loader with the state of the last one, on a different number of ranks and with a different batch size, as
-after a kill. The same with a training run: ``dtrain train run.dir=DIR data.grow=now data.grow_allow_removed=true``.
+Each start is a new loader with the state of the previous one, on a different number of ranks and with a different batch size,
+as when a run was killed and is started again. The same for a training run:
+``dtrain train run.dir=DIR data.grow=now data.grow_allow_removed=true``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def write(folder: Path, name: str, shards: int) -> None:
 
 
 def start(folder: Path, state: Any, steps: int | None, *, ranks: int, batch: int, growth: Growth) -> tuple[Any, Any]:
-    """Takes steps on all ranks, up to the end of the epoch with None; returns the state and the samples by shard."""
+    """Takes steps on all ranks (None: to the end of the epoch); returns the state and the number of samples of each shard."""
     loaders = [
         ShardLoader(
             str(folder / "*.tar"),

@@ -4,9 +4,9 @@
         'train.hooks=[{_target_: hooks.ReduceOnPlateau, patience: 2}]'
 
 A hook is any class with some of the methods ``on_start``, ``on_step``, ``on_evaluation``, ``on_save`` and ``on_end``. All ranks
-call it at the same step, with the same outcome or result, so they all take the same decision. What it counts is in
-``state_dict``, which is part of the checkpoints: a resumed run decides as an undisturbed one. Ready-made hooks are in
-``dtrain.hooks``.
+call it at the same step, with the same outcome or result, so they all take the same decision. Its counters are in
+``state_dict``, which is part of the checkpoints, so a resumed run decides as an uninterrupted one would. ``dtrain.hooks`` has
+hooks that are ready to use.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class ReduceOnPlateau:
         self._state: dict[str, Any] = {"best": None, "since_best": 0, "multiplier": 1.0}
 
     def on_start(self, run: TrainState) -> None:
-        """Registers a hook of torch, because the schedule sets the rate before each update."""
+        """Registers a hook on the optimizer, because the schedule sets the learning rate before each update."""
 
         def reduce(optimizer: torch.optim.Optimizer, *arguments: object) -> None:
             for group in optimizer.param_groups:

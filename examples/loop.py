@@ -1,9 +1,9 @@
-"""A complete training loop of your own, with dtrain's loader and gradient scaler and none of its trainer.
+"""A complete hand-written training loop with dtrain's loader and gradient scaler, without its trainer.
 
     torchrun --standalone --nproc-per-node=2 examples/loop.py --precision fp16 --out runs/loop
 
-Trains a small CNN on scikit-learn's digits with DDP, on GPUs or on a CPU. The same command again resumes in the middle of the
-epoch, on the same or a different number of processes.
+Trains a small CNN on scikit-learn's digits with DDP, on GPUs or on a CPU. Run the same command again to resume in the middle
+of an epoch, on the same or a different number of processes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A folder of photos to practise on: crops of two photographs that scikit-learn contains, in four classes. No download.
+"""Writes a folder of photos to practise on: crops of the two photographs in scikit-learn, in four classes. No download.
 
     python examples/photos.py scenes         # scenes/{lake,leaves,petals,temple}/000.jpg ...
 
-Crops differ in size, place and brightness, as photos do. All are cut from the same two photographs, so the classes are easy
+Crops differ in size, position and brightness, as photos do. All are cut from the same two photographs, so the classes are easy
 to tell apart, and an accuracy on them says nothing about a model.
 """
 
@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_sample_image
 
-#: Of each class: the photograph, and the part of it that crops are cut from: left, top, right, bottom, in pixels.
+#: For each class: the photograph, and the region from which crops are cut: left, top, right, bottom, in pixels.
 PARTS = {
     "lake": ("china.jpg", (0, 0, 260, 130)),
     "leaves": ("flower.jpg", (0, 0, 220, 427)),

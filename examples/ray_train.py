@@ -3,10 +3,10 @@
     pip install 'ray[train]'
     python examples/ray_train.py --workers 2 experiment=digits run.dir=$PWD/runs/digits
 
-Ray's ``TorchTrainer`` tells each worker its rank in torchrun's variables. The training itself is a process of its own, as it is
-under torchrun: a worker's function runs in a thread, where Python allows no signal handlers. ``run.dir`` is an absolute path
-that all workers see; on machines without a common disk add ``checkpoint.mirror``. If a worker or its machine is lost, Ray
-starts all of them again, at most ``--failures`` times, and the run continues from its newest checkpoint.
+Ray's ``TorchTrainer`` passes each worker its rank in torchrun's variables. The training runs in a separate process, as under
+torchrun, because Ray calls a worker's function in a thread, where Python allows no signal handlers. ``run.dir`` must be an
+absolute path that all workers see; on machines without a shared disk, add ``checkpoint.mirror``. If a worker or its machine is
+lost, Ray starts all workers again, at most ``--failures`` times, and the run continues from its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def fit(overrides: list[str], workers: int, use_gpu: bool = False, failures: int
     """Trains a run.
 
     Args:
-        overrides: As of ``dtrain train``, with ``run.dir``.
+        overrides: Arguments of ``dtrain train``, including ``run.dir``.
         workers: Number of ranks, with one GPU each if ``use_gpu``.
         use_gpu: Whether the workers have GPUs.
-        failures: How often Ray starts the workers again.
+        failures: How many times Ray starts the workers again.
     """
     trainer = TorchTrainer(
         worker,

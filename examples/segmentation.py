@@ -3,9 +3,9 @@
     python examples/segmentation.py shapes-masks       # writes the dataset: KEY.image.png and KEY.mask.png
     PYTHONPATH=examples dtrain train --nproc 2 --config-dir examples/presets experiment=segmentation
 
-An image shows some shapes on noise: red circles, green squares and blue triangles. Its mask is a PNG of one channel:
-0 is the background, and each kind of shape has its number. A line of 255 around each shape is not judged, as in the masks of
-PASCAL VOC.
+An image shows some shapes on noise: red circles, green squares and blue triangles. Its mask is a PNG with one channel:
+0 is the background, and each kind of shape has a class number. As in the masks of PASCAL VOC, a line of 255 around each shape
+is ignored by loss and metrics.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def block(channels: int, out: int, stride: int = 1) -> nn.Sequential:
 
 
 class Segmentation:
-    """Cross-entropy of the pixels, without those of the class number ``ignore``; evaluations give the mean IoU.
+    """Cross-entropy over all pixels except those with the class number ``ignore``; evaluations report the mean IoU.
 
     Args:
-        ignore: Number of pixels that do not count.
+        ignore: Class number of pixels that do not count.
     """
 
     def __init__(self, ignore: int = IGNORE) -> None:

@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 import dtrain
-from dtrain.data import Mixture, ShardDataset, ShardLoader, Stream
-from dtrain.precision import CrossRankGradScaler, Precision
+from dtrain import data, models, optimizers, precision, tasks
+from dtrain.hooks import EarlyStopping, Samples
 from dtrain.training.step import TrainStep
+from dtrain.training.task import Evaluation, Output
 
-PUBLIC = (ShardLoader, ShardDataset, Mixture, Stream, CrossRankGradScaler, Precision, TrainStep)
+EXPORTED = [vars(package)[name] for package in (data, models, optimizers, precision, tasks) for name in package.__all__]
+PUBLIC = [*EXPORTED, EarlyStopping, Samples, TrainStep, Evaluation, Output]
 
 
 def examples() -> Iterator[doctest.DocTest]:

@@ -2,7 +2,7 @@
 
 * Hydra composes the config. An error in it (an unknown key, a wrong type, an unknown preset) is a ``ConfigError`` with the
   nearest valid name.
-* OmegaConf ends here: what the rest of dtrain receives are the dataclasses of ``schema.py``, with plain data in them.
+* OmegaConf objects do not leave this module: the rest of dtrain receives the dataclasses of ``schema.py``, with plain data.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _PRINTING = ("--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--v
 
 
 class UnresolvedValue(ConfigError):
-    """An interpolation of the config refers to no key, or its value has the wrong type."""
+    """An interpolation in the config refers to a key that does not exist, or its value has the wrong type."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Composed:
     Attributes:
         cfg: The config, with all interpolations resolved.
         node: The config as Hydra composed it, for ``portable``.
-        overrides: The overrides of the command line, in their order.
+        overrides: The overrides of the command line, in order.
         experiment: The chosen experiment; None without one.
         config_dirs: Folders given with ``--config-dir``, absolute.
         trusted: Whether ``--trust`` was typed, or the parent process decides about trust.
@@ -76,7 +76,7 @@ def only_prints(arguments: Sequence[str]) -> bool:
 
 
 def require_choice(composed: Composed) -> None:
-    """Refuses a config without data or model, such as an empty command line gives.
+    """Refuses a config without data or model, such as the one of an empty command line.
 
     Raises:
         ConfigError: Lists the experiments.
@@ -115,7 +115,7 @@ def resolved(node: DictConfig) -> dict[str, Any]:
 
 
 def portable(node: DictConfig) -> dict[str, Any]:
-    """As ``resolved``, but ``${dtrain.env:A}`` and ``${dtrain.cache:NAME}`` get no value, which would depend on the machine."""
+    """As ``resolved``, but with ``<dtrain.env:A>`` and ``<dtrain.cache:NAME>`` for values that depend on the machine."""
     _register_resolvers(as_written=True)
     try:
         return resolved(node)
@@ -173,7 +173,7 @@ def _first_of_environment(*names: str) -> str:
 
 
 def compose(job: Callable[[Composed], None], arguments: list[str], *, trusted: bool = False) -> None:
-    """Calls ``job`` with the composed config; with ``--multirun``, with each of them.
+    """Calls ``job`` with the composed config; with ``--multirun``, once for each config.
 
     Options such as ``--help`` and ``--cfg`` print something instead.
 

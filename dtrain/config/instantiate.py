@@ -55,8 +55,13 @@ def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
         What the call returns.
 
     Raises:
-        ConfigError: If there is no ``_target_``, nothing of that name can be imported, the target does not take these
-            keys or needs others, a text in the node has ``${``, or it raises an exception.
+        ConfigError: If there is no ``_target_``, it cannot be imported, it does not accept these keys or lacks required ones, a
+            text in the node contains ``${``, or the call raises an exception.
+
+    Example:
+        >>> from dtrain.config.instantiate import by_target
+        >>> by_target("model", {"_target_": "torch.nn.Linear", "in_features": 4, "out_features": 2})
+        Linear(in_features=4, out_features=2, bias=True)
     """
     _require_target(key, node)
     refuse_interpolations(key, node)
@@ -90,7 +95,7 @@ def check_call(key: str, node: Any, **given: Any) -> None:
         given: Arguments that the caller of ``by_target`` adds; their values are not looked at.
 
     Raises:
-        ConfigError: If there is no ``_target_``, nothing of that name can be imported, or the target does not take these keys.
+        ConfigError: If there is no ``_target_``, it cannot be imported, or it does not accept these keys.
     """
     _require_target(key, node)
     refuse_interpolations(key, node)

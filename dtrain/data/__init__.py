@@ -4,7 +4,7 @@
 reading order, each of which uses only those before it:
 
 1. ``order``: which sample comes at which position: pure functions, without files.
-2. ``fields``: what a sample holds, and how its bytes become values.
+2. ``fields``: the fields of a sample, and how their bytes are decoded.
 3. ``shards``: tar files: patterns, indexes, local copies, URLs.
 4. ``sources``: where samples come from: shards, arrays, mixtures.
 5. ``loading``: samples to batches: the public loaders, worker processes, collation.

@@ -2,8 +2,9 @@
 
 * The generator is keyed by (seed, epoch, sample), so the result does not depend on the rank or worker that loads the
   sample.
-* Each augmentation draws a fixed count of numbers and does not change its input arrays.
-* A ``Geometric`` one moves pixels of an image. Masks and boxes of the image move with it (``dtrain.data.fields.regions``).
+* Each augmentation draws a fixed number of random numbers and does not change its input arrays.
+* A ``Geometric`` augmentation moves pixels of an image. Masks and boxes of the image move with it
+  (``dtrain.data.fields.regions``).
 * A ``Cropper`` at the start replaces the image's own size: the loader then crops while it decodes, which is cheaper.
 """
 
@@ -44,6 +45,14 @@ class Compose:
 
     Raises:
         ValueError: If one of them is not callable.
+
+    Example:
+        >>> import numpy as np
+        >>> from dtrain.data.augment import ColorJitter, Compose, Flip, RandomResizedCrop
+        >>> augment = Compose([RandomResizedCrop(32), Flip(), ColorJitter(brightness=0.4)])
+        >>> sample = {"image": np.zeros((48, 64, 3), np.uint8)}
+        >>> augment(sample, np.random.default_rng(0))["image"].shape
+        (32, 32, 3)
     """
 
     def __init__(self, steps: Sequence[Augment]) -> None:
@@ -84,7 +93,7 @@ class Geometric(ABC):
 
     @abstractmethod
     def move(self, height: int, width: int, rng: np.random.Generator) -> Move:
-        """What happens to an image of this height and width; draws a fixed count of numbers."""
+        """How an image of this height and width is moved; draws a fixed number of random numbers."""
 
     def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
         """The sample with new arrays for its image, ``[height, width, ...]``, and for masks and boxes of it."""
@@ -156,7 +165,8 @@ class RandomResizedCrop(Cropper):
         object.__setattr__(self, "size", sides)
 
     def crop(self, height: int, width: int, rng: np.random.Generator) -> Crop:
-        """The first of ten random rectangles that fits; else the largest one of an allowed aspect ratio, in the middle."""
+        """The first of ten random rectangles that fits into the image; if none does, the largest centred one of an allowed
+        aspect ratio."""
         down, right, *pairs = rng.random(2 + 2 * _ATTEMPTS).tolist()
         (least, largest), (tallest, widest) = self.scale, map(math.log, self.ratio)
         for area, shape in zip(pairs[::2], pairs[1::2], strict=True):
@@ -179,8 +189,8 @@ class RandomResizedCrop(Cropper):
 class RandomCropFlip(Geometric):
     """Pads an image, crops its old size at a random place, and mirrors it with probability 1/2.
 
-    The augmentation of the CIFAR recipes (Lee et al. 2015, He et al. 2016). In the mode ``zero`` a mask is padded with
-    ``ignore`` of its field; what the mode ``reflect`` adds is in no box.
+    The augmentation of the CIFAR recipes (Lee et al. 2015, He et al. 2016). In the mode ``zero``, masks are padded with
+    their field's ``ignore``. Boxes are not extended into the pixels that the mode ``reflect`` adds.
 
     Args:
         field: Name of an array ``[height, width, ...]``, such as an image.
@@ -242,7 +252,7 @@ class ColorJitter:
 
     The augmentation of Howard ("Some improvements on deep convolutional neural network based image classification",
     2013) with the arguments of torchvision's class of this name. As in NVIDIA DALI's ``ColorTwist``, all four changes
-    are one affine map of the colours, in an eighth of torchvision's time. Results differ from torchvision's in two
+    are one affine map of the colours, which takes an eighth of torchvision's time. Results differ from torchvision's in two
     ways: values are clipped once at the end instead of after each change, and hue is rotated at constant luma in YIQ
     instead of HSV. For torchvision's own results use ``TorchvisionTransform``.
 
@@ -289,7 +299,7 @@ class TorchvisionTransform:
         transform: Called with a uint8 tensor ``[3, height, width]``; returns one of any height and width. Leave out
             ``ToDtype`` and ``Normalize``: images are transferred as uint8 and normalised on the device.
         field: Name of the image.
-        only_colours: Whether the transform leaves every pixel at its place, as ``ColorJitter`` does and ``RandAugment`` does
+        only_colours: Whether the transform leaves every pixel in its place, as ``ColorJitter`` does and ``RandAugment`` does
             not. Required for an image with a mask or boxes, which the transform does not move.
 
     Raises:
@@ -315,7 +325,7 @@ class TorchvisionTransform:
         if not self.only_colours and (regions := regions_of(sample, self.field)):
             raise DataError(
                 f"the transform of {self.field!r} may move pixels, but not {regions[0].name!r}. Set only_colours=true if it "
-                "changes colours only; otherwise use RandomResizedCrop, RandomCropFlip, Flip or a Geometric of your own."
+                "changes colours only; otherwise use RandomResizedCrop, RandomCropFlip, Flip or your own Geometric."
             )
         image = torch.from_numpy(np.array(image_of(sample, self.field))).permute(2, 0, 1)
         seed = int(rng.integers(2**63))

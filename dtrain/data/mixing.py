@@ -2,8 +2,8 @@
 
 * The *partner* of a sample is its neighbour in the epoch's order (``EpochOrder.partners``). It is usually in the same
   micro-batch, so that nothing is read twice; otherwise it is read for this purpose only.
-* Both images are augmented as in their own rows, then mixed. Random numbers depend on (seed, epoch, sample) only, not on
-  the worker or on other rows.
+* Both images are augmented exactly as in the rows where they are the main image, then mixed. Random numbers depend on (seed,
+  epoch, sample) only, not on the worker or on other rows.
 * Images stay uint8. A label becomes the probability of each class: exactly the shares in which the pixels were mixed.
 """
 
@@ -74,19 +74,29 @@ class Patch(NamedTuple):
 
 @dataclass(frozen=True)
 class Mix:
-    """Settings of mixup and cutmix; as timm's ``Mixup`` with ``mode="elem"``, one draw for each sample.
+    """Settings of mixup and cutmix; one draw for each sample, as in timm's ``Mixup`` with ``mode="elem"``.
 
     Args:
         classes: Number of classes.
-        mixup_alpha: A blend's share is drawn from Beta(alpha, alpha), in steps of 1/256; 0 for no mixup.
+        mixup_alpha: The share of the partner is drawn from Beta(alpha, alpha), in steps of 1/256; 0 for no mixup.
         cutmix_alpha: The area of a patch is drawn from Beta(alpha, alpha); 0 for no cutmix.
         probability: Probability that a sample is mixed at all.
-        switch_probability: Probability of cutmix instead of mixup, where both are on.
+        switch_probability: Probability that a mixed sample gets cutmix instead of mixup, if both are on.
         image: Name of the image.
         label: Name of the class number, which becomes the probability of each class, fp32, shape ``[classes]``.
 
     Raises:
-        ValueError: If a number is impossible, or neither mixup nor cutmix is on.
+        ValueError: If a number is out of range, or neither mixup nor cutmix is on.
+
+    Example:
+        >>> import numpy as np
+        >>> from dtrain.data import ShardLoader
+        >>> from dtrain.data.mixing import Mix
+        >>> images, fields = (np.zeros((4, 8, 8, 3), np.uint8), np.arange(4)), {0: {"name": "image", "role": "image"}}
+        >>> fields[1] = {"name": "label", "role": "label"}
+        >>> loader = ShardLoader.over(images, fields, global_batch_size=4, num_workers=0, mix=Mix(classes=4, cutmix_alpha=1.0))
+        >>> next(loader.epoch(0))["label"].shape
+        torch.Size([4, 4])
     """
 
     classes: int

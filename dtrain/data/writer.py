@@ -3,8 +3,8 @@
 * A *set* is the shards of one prefix in one folder: ``train-000000.tar``, ``train-000001.tar``, ...
 * A set is written into a hidden folder inside its folder and moved at the end, so that after an exception no file
   matches a pattern. If the process is killed, the hidden folder remains and can be deleted.
-* The tars have the bytes that webdataset's ``TarWriter`` gives them, with fixed owner and time, and with the encoders
-  below. They never pickle, and never compress with a loss: a ``jpg`` has to be given as bytes.
+* The tars have the same bytes as those of webdataset's ``TarWriter``, with fixed owner and time, and with the encoders
+  below. The encoders never pickle, and never compress lossily: a ``jpg`` has to be given as bytes.
 """
 
 from __future__ import annotations
@@ -62,6 +62,13 @@ def write_shards(
         ValueError: If sizes do not fit, ``prefix`` cannot be part of a file name, or a sample cannot be stored; names its
             key.
         FileExistsError: If the folder has shards of that prefix.
+
+    Example:
+        >>> import tempfile
+        >>> from dtrain.data import write_shards
+        >>> samples = [{"__key__": f"{n:03}", "txt": "a text", "cls": n % 2} for n in range(10)]
+        >>> [path.name for path in write_shards(samples, tempfile.mkdtemp(), per_shard=4, total=10)]
+        ['train-000000.tar', 'train-000001.tar', 'train-000002.tar']
     """
     if total is None and isinstance(samples, Sized):
         total = len(samples)

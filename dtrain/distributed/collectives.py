@@ -1,7 +1,7 @@
 """Agreement between ranks outside of the training step: rank 0's decisions, errors of any rank, equal buffers.
 
-All functions are collective: every rank calls them, in the same order. In a process without a process group, such as an
-export, ``from_rank0`` and ``on_all_ranks`` only call their function, and ``from_all_ranks`` returns its one value.
+All functions are collective: every rank must call them, in the same order. In a process without a process group, such as an
+export, ``from_rank0`` and ``on_all_ranks`` only call their function, and ``from_all_ranks`` returns a list of one value.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def from_rank0(function: Callable[[], Any]) -> Any:
     """Calls ``function`` on rank 0 and returns its result on every rank.
 
     Args:
-        function: Its result can be represented in JSON.
+        function: Called on rank 0 only; its result must be representable in JSON.
 
     Raises:
         ConfigError: On every rank, if ``function`` raised it.
@@ -49,7 +49,7 @@ def from_rank0(function: Callable[[], Any]) -> Any:
 def on_all_ranks(function: Callable[[], T]) -> T:
     """Calls ``function`` on every rank and returns each rank's own result.
 
-    Without this, a rank that for example cannot read a shard would end alone while the others wait for it.
+    Without it, a rank that cannot read a shard, for example, would end while the others wait for it.
 
     Raises:
         ConfigError: On every rank, if ``function`` raised it on one; names the rank unless all have the same error.

@@ -10,8 +10,8 @@
 * Network: NCCL finds the fast network itself; ``NCCL_DEBUG=WARN`` makes it report errors instead of hanging silently.
   gloo uses the interface of this machine's own name. Where that is the loopback, as on Debian, other machines cannot
   connect to it, so the interface that leads to them is set instead.
-* With many ranks gloo makes connections when they are first used. A full mesh would ask the store for the address of each
-  rank on each rank, and have a socket for each pair (docs/scale.md).
+* With many ranks, gloo connects two ranks when they first communicate. A full mesh would need a socket for each pair of ranks,
+  and each rank would ask the store for the address of every other rank (docs/scale.md).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def process_group(
 
     Args:
         timeout: Seconds that a collective may take, until ``set_timeout`` changes it.
-        join: Returns this rank's world and a store that all its ranks see, or None to use the launcher's.
+        join: Returns this rank's world and a store that all its ranks see; or None, to use those of the launcher.
 
     Yields:
         This rank's world.

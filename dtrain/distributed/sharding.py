@@ -1,13 +1,13 @@
 """A model whose parameters are divided among the ranks, by torch's ``fully_shard`` (FSDP2, ``parallel.shard``).
 
-* A *unit* is a module whose parameters are gathered and freed together: before its forward and backward every rank receives
-  them, afterwards it keeps its own part. The model itself is the unit of all parameters that no other unit has.
+* A *unit* is a module whose parameters are gathered and freed together: every rank receives them before the module's forward
+  and backward, and keeps only its own part afterwards. The model itself is the unit of all parameters that no other unit has.
 * A *part* (torch: local shard) of a parameter is a range of its first dimension. Gradients, optimizer state and averaged
   weights have the same parts. Parameters are ``DTensor`` objects, whose ``to_local()`` is the part of this rank.
 * The *copies* of a gradient are the ranks that hold the same numbers: all ranks with DDP, one with ``shard=full``, one per
   group with ``shard=hybrid``. The squared norm of all gradients is the sum over ranks of ``|part|^2 / copies``.
 
-Autocast casts, as it does with DDP, so parameters are gathered in fp32 by default and the losses equal DDP's.
+Parameters are gathered in fp32 by default and cast by autocast, as with DDP, so the losses equal those of DDP.
 
 torch.distributed.fsdp takes 0.7 s to import, so only sharded runs import it.
 """
@@ -109,10 +109,10 @@ def shard_model(
     compute_dtype: torch.dtype = torch.float32,
     kept: Sequence[str] = (),
 ) -> list[str]:
-    """Collective. Shards the bare model in place. Its modules, hooks, names and buffers stay; parameters become DTensors.
+    """Collective. Shards the bare model in place. Modules, hooks, names and buffers are kept; parameters become DTensors.
 
     Call it after everything that changes the model, and before anything refers to its parameters. A model on the meta device
-    stays there, without memory; its parts may be initialised afterwards.
+    stays there, without memory; its parts can be initialised afterwards.
 
     Args:
         model: The bare model, equal on all ranks.
@@ -125,7 +125,7 @@ def shard_model(
         The names of the units; ``""`` is the model itself.
 
     Raises:
-        ConfigError: If a value, the mesh or the model does not allow it.
+        ConfigError: If an option is invalid, the ranks cannot be grouped, or the model cannot be sharded.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -315,7 +315,7 @@ class ShardedWindow:
                         parameter._unsharded_param.grad = None
 
     def micro_batch(self, last: bool) -> ShardedWindow:
-        """Context of forward and backward of a micro-batch."""
+        """Context manager for the forward and backward of a micro-batch."""
         self._model.set_is_last_backward(last)
         syncs = last or self._reduce_each
         if syncs != self._syncs:

@@ -44,9 +44,9 @@ class StopRequests:
     Args:
         stop_file: A file whose existence requests a stop; None on ranks that do not check it.
         time_limit: When to stop without a request; None: never.
-        stuck: Called in a thread with a reason, when torchrun is about to kill this process and the ranks have not
+        stuck: Called in a thread, with a reason, when torchrun is about to kill this process and the ranks have not yet
             agreed to stop.
-        reason: Why a stop is requested already; None if it is not.
+        reason: Why a stop is already requested at the start; None: it is not.
     """
 
     def __init__(

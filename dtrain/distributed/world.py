@@ -33,10 +33,16 @@ class World:
         rank: This process, in ``[0, size)``.
         size: Number of processes.
         local_rank: Number of this process on its machine.
-        local_size: Number of processes of this machine.
+        local_size: Number of processes on this machine.
         device: Where this rank computes.
         backend: For ``torch.distributed``: ``gloo`` on CPUs; on GPUs NCCL, and gloo for tensors in host memory.
         launched: Whether a launcher such as torchrun started this process.
+
+    Example:
+        >>> from dtrain.distributed.world import World
+        >>> world = World.from_environment({})  # not started by a launcher
+        >>> world.rank, world.size
+        (0, 1)
     """
 
     rank: int
@@ -75,7 +81,7 @@ class World:
 
         Args:
             command: Its name, for the message.
-            hint: What else the user may want.
+            hint: A sentence that is appended to the message.
 
         Raises:
             ConfigError: If a launcher started several processes, or as ``from_environment``.

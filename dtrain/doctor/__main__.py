@@ -192,23 +192,23 @@ def _parser() -> argparse.ArgumentParser:
         "       dtrain doctor lr --help\n"
         "       dtrain doctor numerics --help",
         description="Shows versions, devices, precisions and limits of this machine, with remedies for known problems;\n"
-        "with --nproc N also the speed of all-reduce.\n\n"
-        "With the config of a run, or the directory of a run that was started, it measures the disks of its shards and\n"
-        "checkpoints, its loader alone, its step alone on one batch with and without communication, and loader and\n"
-        "step together; and shows what limits the run and what to change. Start it with as many processes as the\n"
-        "run. No model is trained, and no file is left behind.",
+        "with --nproc N, also the speed of all-reduce.\n\n"
+        "With the config or the directory of a run, it measures the disks of its shards and checkpoints, its loader\n"
+        "alone, its step alone on one batch with and without communication, and loader and step together. It then\n"
+        "shows what limits the run and what to change. Start it with as many processes as the run. No model is\n"
+        "trained, and no file is left behind.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--seconds", type=_positive, default=3.0, metavar="S", help="duration of each measurement of a run (default: 3)"
+        "--seconds", type=_positive, default=3.0, metavar="S", help="seconds of each measurement of a run (default: 3)"
     )
     add_json_option(parser)
     parser.add_argument(
         "--timeout",
         type=_positive,
         metavar="SECONDS",
-        help="how long ranks wait for each other (default: 60; with a config its parallel.timeout_start)",
+        help="how many seconds ranks wait for each other (default: 60; with a config, its parallel.timeout_start)",
     )
     return parser
 

@@ -490,8 +490,8 @@ def _parser() -> argparse.ArgumentParser:
         prog="dtrain doctor lr",
         usage="%(prog)s [--nproc N] experiment=NAME [min=1e-7] [max=10] [steps=100] [key=value ...] [--png FILE] [--json FILE]",
         description="Learning rate finder: trains the configured run in memory while the learning rate grows from min=RATE to\n"
-        "max=RATE in steps=N steps, shows the loss of each rate, and suggests a rate. The sweep ends early where the\n"
-        "loss diverges. Use the precision and the global batch of the run; the number of processes may differ.\n"
+        "max=RATE in steps=N steps, shows the loss at each rate, and suggests a rate. It ends early if the loss\n"
+        "diverges. Use the precision and the global batch size of the run; the number of processes may differ.\n"
         "Only FILE is written. The exit code is 1 if there is no suggestion.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

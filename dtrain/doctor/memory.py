@@ -313,9 +313,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="dtrain doctor memory",
         usage="%(prog)s experiment=NAME [ranks=N] [ranks_per_node=N] [device_memory=80GB] [key=value ...] [--json FILE]",
         description="Shows the memory that a rank needs in a step with ddp, fsdp and hsdp, whether it fits, and what to\n"
-        "change if it does not. Nothing is trained. It needs no GPU, and no memory for the model. ranks=N is\n"
-        "for N ranks (default: launch.nodes x launch.processes_per_node), device_memory=80GB for a GPU that this\n"
-        "machine does not have. The exit code is 1 if the run does not fit.",
+        "change if it does not. Nothing is trained; neither a GPU nor memory for the model is needed. ranks=N sets the\n"
+        "number of ranks (default: launch.nodes x launch.processes_per_node), device_memory=80GB the memory of a GPU\n"
+        "that this machine does not have. The exit code is 1 if the run does not fit.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -162,10 +162,10 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s experiment=NAME [steps=N] [ranks=N] [key=value ...] [--json FILE] [--all]",
         description="Shows the dtypes and value ranges of every module of a run, advised settings, and lines of the model\n"
         "that are only safe in fp32. It trains steps=N steps (default 5) of the configured run and saves nothing. With\n"
-        "ranks=N it measures one of N ranks, whose micro-batches are smaller and whose gradients are larger.",
+        "ranks=N it measures one rank of a run on N ranks, with its smaller micro-batches and larger gradients.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add_json_option(parser)
-    parser.add_argument("--all", action="store_true", help="one row for each module, even if there are many")
+    parser.add_argument("--all", action="store_true", help="show one row for each module, even if there are many")
     return parser

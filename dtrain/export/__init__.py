@@ -11,7 +11,7 @@ Files in reading order:
 * ``formats``: how a program is stored: safetensors, pt2, AOTInductor, ONNX.
 * ``adapter``: adapters of peft, merged or separate.
 * ``hub``: pushes artefacts to the Hugging Face hub, and loads them from there.
-* ``model_card``: the ``README.md`` of a push.
+* ``model_card``: the model card, the ``README.md`` of a push.
 * ``artefact``: writes, verifies and loads artefacts; decides which of them may run code.
 * ``text``: continues a text with a language model.
 * ``reference``: inputs, fp32 outputs and metrics on rows of the evaluation set.

@@ -1,10 +1,10 @@
 """Writes, verifies and loads artefacts, and decides which of them may run code.
 
 An artefact is a folder that is either complete or absent. Loading one may run code: a safetensors artefact builds its model
-by ``_target_``, and torch programs hold code. Without ``trust``, two kinds of artefacts are loaded:
+by ``_target_``, and torch programs contain code. Without ``trust``, only two kinds of artefacts are loaded:
 
-* those that this user exported: their ``model.json``, which holds the SHA-256 of the model, has a mark (``runs.trust``).
-* *harmless* ones: a graph without code, or a model that is built only of classes of torch.nn, torch.optim and dtrain.
+* artefacts that this user exported: their ``model.json``, which holds the SHA-256 of the model, is marked (``runs.trust``).
+* *harmless* artefacts: a graph without code, or a model that is built only from classes of torch.nn, torch.optim and dtrain.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ class Artefact:
         program: Maps rows on the device to fp32 outputs.
         device: Device that it is loaded on.
         warnings: Warnings for the user about this dtype on this device.
+
+    Example:
+        ``load(Path("runs/digits/export"), None).outputs(torch.zeros(2, 8, 8, 3, dtype=torch.uint8))``
     """
 
     description: Description
@@ -59,7 +62,10 @@ class Artefact:
 
         Args:
             rows: On any device: uint8 ``[rows, height, width, 3]`` for an image model, else the model's argument; floats are
-                cast to its dtype.
+                cast to the model's dtype.
+
+        Returns:
+            fp32, ``[rows, ...]``: for a classifier the logits, ``[rows, classes]``.
 
         Raises:
             ConfigError: If a traced program was exported for rows of a different dtype or shape.
@@ -74,9 +80,12 @@ def load(folder: Path, device: torch.device | None, *, trust: bool = False) -> A
 
     Args:
         folder: The artefact.
-        device: Device to load it on; None for a GPU if there is one and the format runs on it, else the CPU.
-        trust: Also load artefacts of other users that may run any code: programs that hold code, and models with a
+        device: Device to load it on; None: a GPU if there is one and the format runs on it, else the CPU.
+        trust: Also load artefacts of other users that may run any code: programs that contain code, and models with a
             ``_target_`` that is not a class of torch.nn, torch.optim or dtrain.
+
+    Returns:
+        The loaded model.
 
     Raises:
         ConfigError: If the folder is not an artefact, its files do not match each other, it needs ``trust``, its

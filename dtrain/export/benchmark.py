@@ -358,8 +358,8 @@ def _device_name(device: torch.device) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dtrain export measure",
-        description="Measures latency, samples per second and peak memory of artefacts. Each runs in its own process, they "
-        "take turns, and each figure is also shown as a multiple of the first fp32 artefact's.",
+        description="Measures latency, samples per second and peak memory of artefacts. Each runs in a separate process; the "
+        "measurements alternate. Each figure is also shown as a multiple of the same figure of the first fp32 artefact.",
         allow_abbrev=False,
     )
     parser.add_argument("artefact", nargs="+", type=Path, help="folder that dtrain export wrote")
@@ -370,7 +370,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max-latency-ms", type=float, metavar="X", help="also find the largest batch that takes at most X ms"
     )
     parser.add_argument(
-        "--max-memory-gib", type=float, metavar="X", help="also find the largest batch that takes at most X GiB"
+        "--max-memory-gib", type=float, metavar="X", help="also find the largest batch that needs at most X GiB"
     )
     parser.add_argument(
         "--trust",

@@ -29,12 +29,12 @@ class Description:
         folded: Pairs of convolution and BatchNorm that were merged.
         input: Preprocessing of the image that the model takes; None if it takes something else.
         rows: Dtype and shape of the model's input; None if unknown.
-        classes: Names of the outputs; None if the dataset has no names.
-        device: Type of the device that the artefact was exported on.
+        classes: Names of the outputs; None if the dataset does not name its classes.
+        device: Type of the device on which the artefact was exported.
         source: The run, the checkpoint's step and its metrics.
         versions: Versions of dtrain, torch and the packages of the format.
         channels_last: Whether images and convolution weights are in channels_last layout.
-        tokenizer: Identity of the tokenizer, of which the artefact has the vocabulary file; None if the model takes no text.
+        tokenizer: Identity of the tokenizer, whose vocabulary file is in the artefact; None if the model takes no text.
     """
 
     stored_as: str
@@ -53,7 +53,7 @@ class Description:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What a file with the weights says of itself."""
+        """The metadata that is stored in a file with the weights."""
         return {
             "model": str(self.model.get("_target_")),
             "dtype": self.dtype,

@@ -1,8 +1,8 @@
 """Publishes artefacts on the Hugging Face hub, and loads them from there.
 
-* A *push* is one commit: everything is uploaded before, and is invisible until the commit. So a push that fails leaves the
+* A *push* is one commit: all files are uploaded first, and become visible with the commit. So a push that fails leaves the
   repository as it was; if the push had to create it, it stays empty, and the next push uses it.
-* What can be refused (name, token, permission, a repository of a different model) is refused before the export starts.
+* Name, token, permission, and whether the repository has a different model, are checked before the export starts.
 * Two artefacts are of *the same model* if they have the same architecture, task, class names and tokenizer. A repository with a
   different model, or with anything that is not dtrain's, is only replaced with ``export.push_replace=true``.
 * A *pull* reads ``model.json`` first, and then the files that it names, see ``dtrain.runs.hub``. What is pulled is loaded under
@@ -40,16 +40,22 @@ _OF_THE_HUB = ".gitattributes"
 def from_hub(
     name: str, revision: str | None = None, *, device: torch.device | None = None, trust: bool = False
 ) -> Artefact:
-    """Loads an artefact from the hub, or from the cache of huggingface_hub.
+    """Loads an artefact from the Hugging Face hub, or from the local cache of huggingface_hub.
 
     Args:
         name: ``ORGANISATION/NAME``, or ``hf://ORGANISATION/NAME[@REVISION]``.
         revision: A branch, tag or commit; None: the one in ``name``, or the branch ``main``.
-        device: As ``artefact.load``.
-        trust: As ``artefact.load``.
+        device: Device to load it on; None: a GPU if there is one and the format runs on it, else the CPU.
+        trust: Also load an artefact that may run any code, see ``artefact.load``.
+
+    Returns:
+        The loaded model; ``outputs(rows)`` computes its fp32 outputs.
 
     Raises:
         ConfigError: If it cannot be downloaded, is damaged, or needs ``trust``.
+
+    Example:
+        ``from_hub("ORGANISATION/NAME").outputs(rows)``, for an image model with rows of uint8 ``[rows, height, width, 3]``.
     """
     url = name if is_hub_url(name) else f"hf://{name}"
     return artefact.load(pull(url if revision is None else f"{url}@{revision}"), device, trust=trust)
@@ -72,7 +78,7 @@ def pull(url: str, *, config: bool = False) -> Path:
         config: Also download the config of its run.
 
     Returns:
-        Its folder in the cache of huggingface_hub; the name of the folder is the commit.
+        The artefact's folder in the cache of huggingface_hub; the name of the folder is the commit.
 
     Raises:
         ConfigError: If it cannot be downloaded, is not an artefact of dtrain, or is damaged.
@@ -98,7 +104,7 @@ class Push:
     Attributes:
         model: The repository, and the branch as its revision.
         private: Whether a repository that has to be created is private.
-        replace: Whether a repository with something else is replaced.
+        replace: Whether a repository with different content is replaced.
         commit: The newest commit of the branch; None if the repository or the branch does not exist.
         exists: Whether the repository exists.
         remote: Paths of the files of the branch.

@@ -1,9 +1,9 @@
-"""The program of an artefact: a module that maps rows as the loader makes them to fp32 outputs, preprocessing included.
+"""The program of an artefact: a module that maps rows, in the loader's format, to fp32 outputs, including preprocessing.
 
 * A *program* normalises images in fp32 and then casts them; other floats are only cast. All storage formats therefore take the
   same rows, and callers need not preprocess.
 * ``RowSpec`` is the dtype and shape of its input rows.
-* ``ImageInput`` is the preprocessing of one image field, from the bytes of a file to the pixels that the loader makes.
+* ``ImageInput`` is the preprocessing of one image field, from the bytes of a file to the same pixels as in the loader.
 """
 
 from __future__ import annotations
@@ -28,10 +28,17 @@ class Program(nn.Module):
     """A model with its preprocessing; returns fp32 outputs.
 
     Args:
-        model: In eval mode, its weights cast.
+        model: The model in eval mode, with its weights in ``dtype``.
         image: Preprocessing of the image that the model takes; None if it takes something else.
         dtype: Dtype to which floats are cast before the model.
-        channels_last: Whether images reach the model in channels_last layout, else contiguous.
+        channels_last: Whether images are passed to the model in channels_last layout; else contiguous.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.export.program import Program
+        >>> program = Program(torch.nn.Linear(4, 2, dtype=torch.bfloat16).eval(), None, torch.bfloat16)
+        >>> program(torch.ones(3, 4)).dtype
+        torch.float32
     """
 
     mean: Tensor

@@ -28,7 +28,7 @@ class Sampling:
     """How tokens are drawn, see ``dtrain.models.GPT.generate``.
 
     Attributes:
-        tokens: Largest number of new tokens; an end-of-text token ends the text before.
+        tokens: Maximum number of new tokens; an end-of-text token ends the text earlier.
         temperature: Divides the logits; 0 takes the most probable token.
         top_k: Number of most probable tokens to draw from; None: all.
         seed: Seed of the draws.
@@ -45,8 +45,8 @@ def continue_text(folder: Path, model: Artefact, prompt: str, sampling: Sampling
 
     Args:
         folder: The artefact.
-        model: The same, loaded.
-        prompt: The text to continue; empty for a text from its beginning.
+        model: The loaded artefact.
+        prompt: The text to continue; empty: begin a new text.
         sampling: How tokens are drawn.
 
     Raises:

@@ -1,6 +1,6 @@
 """Implementation of ``dtrain launch``: starts runs under torchrun on this machine, or as SLURM jobs.
 
-* A *job* is a run to start and the command line of ``dtrain train`` that starts it from any directory. A sweep has several.
+* A *job* is a run to start, with the command line of ``dtrain train`` that starts it from any directory. A sweep has several.
 * A *launcher*, ``local`` or ``slurm``, has four functions: ``check`` refuses jobs that cannot start, ``describe`` returns
   their commands or scripts, ``launch`` starts them, and ``starter`` returns the function with which a pool starts them.
 * A *pool* runs jobs, a limited number at a time; ``local`` uses it for sweeps, ``search`` for the trials of a search.

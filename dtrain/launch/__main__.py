@@ -47,7 +47,7 @@ USAGE = """Usage
   dtrain launch [--multirun] launch=local|slurm experiment=NAME [KEY=VALUE ...]
 
   --multirun                        one run for each combination of values: optimizer.lr=1e-3,3e-3 run.seed=1,2
-  launch.max_running=N              this many runs at a time; local: each has its share of the cores and GPUs
+  launch.max_running=N              run at most N at a time; local: each has its share of the cores and GPUs
   launch.dry_run=true               print the commands or scripts, and exit
   launch.processes_per_node=N       local: default one for each GPU; slurm: default 1
   KEY=VALUE                         any key of the config; `dtrain train --help` lists them
@@ -56,14 +56,14 @@ A search with Optuna (pip install 'dtrain[optuna]'); the same command continues 
   launch.search.trials=N            number of runs
   'KEY=tag(log,interval(1e-4,1e-1))' 'KEY=int(interval(1,8))' KEY=a,b       what to search; see docs/sweeps.md
   launch.search.metric=eval/NAME    the objective, default eval/loss; launch.search.best=true: its best value, not its last
-  launch.search.direction=D         minimize or maximize; by default by the metric's name
+  launch.search.direction=D         minimize or maximize; default: decided by the metric's name
   launch.search.pruner=median       stop runs that are worse than the others; also halving
-  launch.search.seed=N              of the sampler, launch.search.sampler=tpe or random
+  launch.search.seed=N              seed of the sampler, launch.search.sampler=tpe or random
 
 Commands for runs that were started
   dtrain launch status DIR...     state, step and last metrics, as a table; also of mirrors: s3://BUCKET/runs
   dtrain launch tail DIR          follow the log
-  dtrain launch stop DIR...       save and stop
+  dtrain launch stop DIR...       save and stop the runs
   dtrain launch resume DIR...     resume the run as it was started
 
 With launch=slurm
@@ -72,10 +72,10 @@ With launch=slurm
   launch.partition=P                partition; also launch.account=A
   launch.gpus_per_node=N            default one for each process; 0 on a cluster without GPUs
   launch.cpus_per_process=N         default one, plus one for each of data.num_workers (auto: four)
-  launch.stop_seconds=S             seconds before the time limit when the run saves and stops: more than a save takes
+  launch.stop_seconds=S             save and stop S seconds before the time limit: more than a step and a save take
   launch.max_running=N              with --multirun: one job array; without it, a job for each run
   launch.requeue=false              do not ask for new allocations
-  'launch.extra=["--qos=high"]'     more options of sbatch
+  'launch.extra=["--qos=high"]'     additional options of sbatch
   'launch.srun=["--container-image=IMAGE"]' launch.python=/usr/bin/python             a container, with Pyxis
   'launch.container=[apptainer,exec,--nv,IMAGE]' launch.python=/usr/bin/python        a container, with Apptainer
 

@@ -1,6 +1,6 @@
 """Reference models. Any other ``torch.nn.Module`` is used by naming it in ``model._target_``.
 
-Files: ``convnets`` (ResNet, ResNet-9, SmallCNN), ``mlp`` (MLP, coordinate network, polynomial), ``textbook`` (networks of
+Files: ``convnets`` (ResNet, ResNet-9, SmallCNN), ``mlp`` (MLP, coordinate network, polynomial), ``textbook`` (networks from
 tutorials), ``transformer`` (blocks, ViT, adapter for Hugging Face models), ``gpt`` (GPT, generation).
 """
 

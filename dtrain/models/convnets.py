@@ -20,7 +20,7 @@ class ResNet(nn.Module):
 
     The stride of a bottleneck block is in its 3x3 convolution (version 1.5, Goyal et al. 2017).
 
-    Takes images ``[rows, 3, height, width]``, returns logits ``[rows, classes]``. Convolutions use He
+    Takes images, a floating dtype, ``[rows, 3, height, width]``, and returns logits ``[rows, classes]``. Convolutions use He
     initialisation (normal, fan-out). The last BatchNorm weight of each block is initialised to zero, so that each block
     initially computes the identity (Goyal et al. 2017).
 
@@ -33,6 +33,12 @@ class ResNet(nn.Module):
 
     Raises:
         ValueError: If the depth or the stem is unknown.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.models import ResNet
+        >>> ResNet(18, classes=10, stem="cifar", width=8)(torch.rand(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
 
     def __init__(self, depth: int = 50, classes: int = 1000, stem: str = "imagenet", width: int = 64) -> None:
@@ -113,6 +119,12 @@ class ResNet9(nn.Module):
     Args:
         classes: Number of classes.
         width: Channels of the first convolution; the later convolutions have two, four and eight times as many.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.models import ResNet9
+        >>> ResNet9(width=8)(torch.rand(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
 
     def __init__(self, classes: int = 10, width: int = 64) -> None:
@@ -153,12 +165,18 @@ class SmallCNN(nn.Sequential):
 
     Without BatchNorm and dropout, the loss does not depend on how a batch is split over ranks.
 
-    Takes images ``[rows, 3, height, width]`` of at least 4x4 pixels, returns logits ``[rows, classes]``. Uses the default
+    Takes images ``[rows, 3, height, width]`` of any height and width, returns logits ``[rows, classes]``. Uses the default
     initialisation of ``nn.Conv2d`` and ``nn.Linear``.
 
     Args:
         classes: Number of classes.
         width: Channels of the first convolution; the second and third have two and four times as many.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.models import SmallCNN
+        >>> SmallCNN()(torch.rand(2, 3, 8, 8)).shape
+        torch.Size([2, 10])
     """
 
     def __init__(self, classes: int = 10, width: int = 32) -> None:

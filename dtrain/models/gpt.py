@@ -1,9 +1,9 @@
 """Decoder-only transformer for tokens, and generation with it.
 
-* The defaults are rotary positions, LayerNorm and GELU. Options make it GPT-2's model (``model=gpt2``) or similar to current
-  language models (``model=gpt_modern``).
-* *Documents* are texts that share a row. With their numbers the model treats each as if it were alone: tokens attend to
-  their own document only, and positions restart in each.
+* The defaults are rotary positions, LayerNorm and GELU. With other options it is the model of GPT-2 (``model=gpt2``), or
+  similar to current language models (``model=gpt_modern``).
+* *Documents* are texts that share a row. Given the document number of each token, the model treats each document as if it were
+  alone in its row: tokens attend to their own document only, and positions restart in each.
 * Generation keeps the keys and values of the tokens seen so far (a *cache*), so that each new token costs one forward of one
   token.
 """
@@ -47,11 +47,20 @@ class GPT(nn.Module):
         dropout: Probability with which embeddings, attention weights and outputs of the blocks' branches are set to zero in
             training.
         tied: Whether the embedding is also the output layer (Press and Wolf 2017).
-        pad_vocabulary_to: Embedding and output layer have the next multiple of this many rows, for faster matrix products.
-            Results are unchanged: there are no logits for the additional rows.
+        pad_vocabulary_to: The rows of embedding and output layer are rounded up to a multiple of this number, for faster matrix
+            products. Results are unchanged: there are no logits for the additional rows.
 
     Raises:
         ValueError: If an option is unknown or impossible.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.models import GPT
+        >>> model = GPT(width=32, depth=2, context=16).eval()
+        >>> model(torch.zeros(2, 8, dtype=torch.int64)).shape
+        torch.Size([2, 8, 257])
+        >>> model.generate(torch.zeros(1, 4, dtype=torch.int64), count=5).shape
+        torch.Size([1, 9])
     """
 
     def __init__(
@@ -124,9 +133,9 @@ class GPT(nn.Module):
 
         Args:
             tokens: int64 ``[rows, length]``.
-            documents: Number of the document of each token, an integer dtype, ``[rows, length]``; the tokens of a document are
-                neighbours. None: each row is one document.
-            caches: For generation: one for each block. ``tokens`` follow the ``seen`` ones in them.
+            documents: Document number of each token, an integer dtype, ``[rows, length]``; the tokens of a document are
+                contiguous. None: each row is one document.
+            caches: For generation: one cache for each block, with the keys and values of the ``seen`` tokens before ``tokens``.
             seen: Number of tokens in the caches.
 
         Raises:
@@ -167,18 +176,18 @@ class GPT(nn.Module):
         end: int | None = None,
         cache: bool = True,
     ) -> Tensor:
-        """Appends tokens to each row, each drawn from the most probable next tokens. Call ``eval()`` before.
+        """Appends tokens to each row, each drawn from the most probable next tokens. Call ``eval()`` first.
 
         Args:
-            tokens: int64 ``[rows, length]``, at least one and at most ``context`` tokens. Where the text grows longer, the
-                model sees its last ``context`` tokens.
+            tokens: int64 ``[rows, length]``, at least one and at most ``context`` tokens. If the text becomes longer, the model
+                sees its last ``context`` tokens.
             count: Number of tokens to append.
-            temperature: Divides the logits: below 1 the probable tokens become more probable; 0 takes the most probable one.
+            temperature: Divides the logits: below 1, probable tokens become more probable; 0 takes the most probable one.
             top_k: Number of most probable tokens to draw from; None: all.
             seed: Seed of a separate generator; torch's global generators are not used.
-            end: Ends as soon as each row has this token among the new ones, such as the end of a text. None: never.
-            cache: Whether to keep keys and values. Without, each token costs a forward of the whole text; the results are equal
-                to rounding. Beyond the context they are not kept, because all positions change with each token.
+            end: Stop as soon as each row has this token, such as the end of a text, among its new ones. None: never.
+            cache: Whether to keep keys and values. Without them, each token costs a forward of the whole text; the results are
+                equal up to rounding. Beyond the context nothing is kept, because all positions change with each token.
 
         Returns:
             int64 ``[rows, length + count]``, or shorter because of ``end``.

@@ -23,6 +23,12 @@ class MLP(nn.Sequential):
 
     Raises:
         ValueError: If there are fewer than two widths, or the activation is unknown.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.models import MLP
+        >>> MLP([10, 20, 1])(torch.rand(4, 10)).shape
+        torch.Size([4, 1])
     """
 
     def __init__(self, widths: Sequence[int], activation: str = "relu") -> None:
@@ -50,6 +56,12 @@ class CoordinateNet(nn.Sequential):
         width: Channels of the hidden layers.
         hidden: Number of hidden layers.
         channels: Number of values per pixel.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.models import CoordinateNet
+        >>> CoordinateNet(width=16)(torch.rand(2, 2, 4, 8)).shape
+        torch.Size([2, 1, 4, 8])
     """
 
     def __init__(self, width: int = 256, hidden: int = 3, channels: int = 1) -> None:
@@ -66,11 +78,18 @@ class CoordinateNet(nn.Sequential):
 
 
 class Polynomial(nn.Module):
-    """``bias + sum of weight[0, k] * x ** (k + 1)``. Takes and returns ``[rows, ..., 1]``. All coefficients are
-    initialised to zero.
+    """Polynomial of one variable: ``bias + sum of weight[0, k] * x ** (k + 1)``.
+
+    Takes and returns ``[rows, ..., 1]``. All coefficients are initialised to zero.
 
     Args:
         degree: Degree of the polynomial.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.models import Polynomial
+        >>> Polynomial(degree=2)(torch.rand(4, 1)).shape
+        torch.Size([4, 1])
     """
 
     def __init__(self, degree: int = 2) -> None:

@@ -1,4 +1,4 @@
-"""Networks of well-known tutorials, for runs that are compared with published results (docs/proof.md).
+"""Networks from well-known tutorials, for runs that are compared with published results (docs/proof.md).
 
 ``ResidualMLP``, ``ConvNet1d`` and ``GRUClassifier`` are the networks of MNIST-1D (Greydanus and Kobak, "Scaling down deep
 learning with MNIST-1D", 2024); ``LeNet`` is from PyTorch's CIFAR-10 tutorial. All use torch's default initialisation.
@@ -16,9 +16,15 @@ class ResidualMLP(nn.Module):
     Takes vectors ``[rows, inputs]``, returns logits ``[rows, classes]``.
 
     Args:
-        inputs: Numbers of a vector.
+        inputs: Length of the input vectors.
         width: Units of both hidden layers.
         classes: Number of classes.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.models import ResidualMLP
+        >>> ResidualMLP()(torch.rand(2, 40)).shape
+        torch.Size([2, 10])
     """
 
     def __init__(self, inputs: int = 40, width: int = 100, classes: int = 10) -> None:
@@ -40,9 +46,15 @@ class ConvNet1d(nn.Module):
     Takes sequences ``[rows, length]``, returns logits ``[rows, classes]``.
 
     Args:
-        length: Numbers of a sequence, at least 4.
+        length: Length of the input sequences, at least 4.
         width: Channels of each convolution.
         classes: Number of classes.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.models import ConvNet1d
+        >>> ConvNet1d()(torch.rand(2, 40)).shape
+        torch.Size([2, 10])
     """
 
     def __init__(self, length: int = 40, width: int = 25, classes: int = 10) -> None:
@@ -63,14 +75,20 @@ class ConvNet1d(nn.Module):
 
 
 class GRUClassifier(nn.Module):
-    """A bidirectional GRU over single numbers, and a linear layer over its outputs of all times.
+    """A bidirectional GRU over sequences of single numbers, and a linear layer over its outputs at all time steps.
 
     Takes sequences ``[rows, length]``, returns logits ``[rows, classes]``.
 
     Args:
-        length: Numbers of a sequence.
+        length: Length of the input sequences.
         width: Hidden units of each direction.
         classes: Number of classes.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.models import GRUClassifier
+        >>> GRUClassifier()(torch.rand(2, 40)).shape
+        torch.Size([2, 10])
     """
 
     def __init__(self, length: int = 40, width: int = 6, classes: int = 10) -> None:
@@ -91,6 +109,12 @@ class LeNet(nn.Module):
 
     Args:
         classes: Number of classes.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.models import LeNet
+        >>> LeNet()(torch.rand(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
 
     def __init__(self, classes: int = 10) -> None:

@@ -1,7 +1,7 @@
 """Transformer blocks, an encoder for images (ViT), and an adapter for Hugging Face models.
 
 * A *block* is pre-norm: attention and an MLP, each with a norm before it and a residual connection around it.
-* *Rotary* positions turn pairs of channels of queries and keys; scores then depend on distances only.
+* *Rotary* positions rotate pairs of channels of queries and keys; attention scores then depend on relative positions only.
 * *Grouped* attention has fewer heads of keys and values than of queries; each is shared by a group of query heads.
 * A *mask* says which keys each query may attend to: a bool tensor, or a ``BlockMask`` of torch's FlexAttention.
 """
@@ -33,11 +33,17 @@ class ViT(nn.Module):
     Args:
         size: ``tiny``, ``small`` or ``base``; or ``[width, depth, heads]``.
         classes: Number of classes.
-        image_size: Pixels of a side.
-        patch: Pixels of a patch's side; must divide ``image_size``.
+        image_size: Height and width of the images in pixels.
+        patch: Height and width of a patch in pixels; must divide ``image_size``.
 
     Raises:
         ValueError: If the size is unknown, or ``patch`` does not divide ``image_size``.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.models import ViT
+        >>> ViT([32, 2, 4], classes=10, image_size=32, patch=8)(torch.rand(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
     """
 
     positions: Tensor
@@ -82,6 +88,16 @@ class Logits(nn.Module):
 
     Args:
         model: For example ``ViTForImageClassification`` or ``GPT2LMHeadModel`` of Hugging Face transformers.
+
+    Example:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> from dtrain.models import Logits
+        >>> class Classifier(torch.nn.Linear):  # stands for a model of transformers
+        ...     def forward(self, inputs):
+        ...         return SimpleNamespace(logits=super().forward(inputs))
+        >>> Logits(Classifier(4, 2))(torch.rand(3, 4)).shape
+        torch.Size([3, 2])
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -216,8 +232,8 @@ class Attention(nn.Module):
 
         Args:
             tokens: ``[rows, tokens, width]``.
-            mask: Which keys each query attends to: bool ``[rows, 1, tokens, tokens]``, or a ``BlockMask``. None: those up to
-                the query if the attention is causal, else all.
+            mask: Which keys each query attends to: bool ``[rows, 1, tokens, tokens]``, or a ``BlockMask``. None: all keys, or,
+                if the attention is causal, those at and before the query.
             positions: Position of each token for rotary positions, int64 ``[tokens]`` or ``[rows, tokens]``. None: 0, 1, ...
             cache: Keys and values of earlier tokens; those of ``tokens`` are appended to it. Several tokens only
                 follow an empty cache.

@@ -2,8 +2,8 @@
 
 * Patterns are fnmatch patterns of names of parameters or modules. As in ``precision.keep_fp32``, ``*`` matches dots, and a
   module stands for everything in it.
-* The groups of ``optimizer.groups`` have *factors* of the optimizer's learning rate and weight decay. All parameters outside of
-  them are the group ``default``. ``optimizer.no_decay`` takes the weight decay from parameters of all groups.
+* The groups of ``optimizer.groups`` have *factors* by which the optimizer's learning rate and weight decay are multiplied. All
+  other parameters are the group ``default``. ``optimizer.no_decay`` turns off weight decay for parameters of any group.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def matching(
         what: What the parameters are, for the message.
 
     Raises:
-        ValueError: If a pattern matches no parameter; names near ones.
+        ValueError: If a pattern matches no parameter; lists similar names.
     """
     if isinstance(patterns, str) or not all(isinstance(pattern, str) for pattern in patterns):
         raise ValueError(f"got {patterns!r}, want a list of patterns, such as [{VECTORS}].")
@@ -67,19 +67,19 @@ def matching(
 
 
 def in_module(name: str, pattern: str) -> bool:
-    """Whether the name of a parameter or module matches a pattern, or that of a module around it does."""
+    """Whether the name of a parameter or module, or of a module that contains it, matches a pattern."""
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters with a learning rate and a weight decay of their own.
+    """A group of ``optimizer.groups``: parameters with a separate learning rate and weight decay.
 
     Attributes:
-        name: Its name in ``train/lr/NAME``.
-        patterns: As ``matching`` takes them.
-        lr: Factor of the optimizer's learning rate.
-        weight_decay: Factor of the optimizer's weight decay.
+        name: Its name in the metric ``train/lr/NAME``.
+        patterns: Patterns of names, see ``matching``.
+        lr: Factor by which the optimizer's learning rate is multiplied.
+        weight_decay: Factor by which the optimizer's weight decay is multiplied.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Group:
         """Reads ``optimizer.groups``: ``{NAME: {patterns: [...], lr: FACTOR, weight_decay: FACTOR}}``.
 
         Raises:
-            ValueError: If it is something else, or a factor is out of range.
+            ValueError: If ``groups`` does not have this form, or a factor is out of range.
         """
         if not isinstance(groups, Mapping):
             raise ValueError(f"got {groups!r}, want {{NAME: {{patterns: [...], lr: 10, weight_decay: 0}}}}.")
@@ -131,7 +131,7 @@ def parameter_groups(
         no_decay: Name patterns of parameters without weight decay; ``vectors`` for biases and normalisation layers.
 
     Returns:
-        Groups for a torch optimizer, with ``name`` if there are ``groups``; and for each of them its factors.
+        Groups for a torch optimizer, with the key ``name`` if there are ``groups``; and for each of them its ``Group``.
 
     Raises:
         ValueError: If a pattern matches nothing, or two groups match one parameter.

@@ -18,10 +18,10 @@ from dtrain.optimizers.groups import matching, trainable
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon and AdamW with the same learning rate and weight decay.
 
-    Muon's updates are scaled to the size of AdamW's (Liu et al. 2025, "Muon is scalable for LLM training").
+    Muon's updates are scaled to the size of AdamW's updates (Liu et al. 2025, "Muon is scalable for LLM training").
 
     Args:
-        model: The model. Muon trains its trainable matrices except in ``nn.Embedding``.
+        model: The model. Muon trains all of its trainable matrices except the weights of ``nn.Embedding``.
         lr: Learning rate.
         weight_decay: Weight decay of parameters with at least two dimensions; the others have none.
         momentum: Momentum of Muon.
@@ -30,6 +30,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Raises:
         ValueError: If no matrix is left for Muon, a pattern matches nothing, or the model is sharded.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.optimizers import MuonWithAdamW
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> optimizer = MuonWithAdamW(model, lr=0.01, adamw=["2.*"])  # the output layer
+        >>> model(torch.rand(3, 4)).sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(
@@ -52,7 +60,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
             (vectors if parameter.dim() < 2 else decayed if outside else inner).append(parameter)
         if any(hasattr(parameter, "device_mesh") for parameter in inner):
             raise ValueError(
-                "Muon: it orthogonalises whole matrices, of which a rank has a part only with parallel.shard. Use "
+                "Muon: it orthogonalises whole matrices, but with parallel.shard each rank has only a part of them. Use "
                 "optimizer=adamw, or set parallel=ddp."
             )
         if not inner:

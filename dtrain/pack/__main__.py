@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
         "digits", help="the data of experiment=digits", description="Writes scikit-learn's digits as shards."
     )
     demo.add_argument(
-        "destination", metavar="DST", nargs="?", help="folder of the shards (default: the cache of the user)"
+        "destination", metavar="DST", nargs="?", help="folder of the shards (default: in the user's cache directory)"
     )
     return parser
 
@@ -86,8 +86,8 @@ def _add_images(commands: _Commands[argparse.ArgumentParser]) -> None:
         "imagefolder",
         help="a folder of images, one folder for each class",
         description="Packs SRC/CLASS/IMAGE, or SRC/{train,val,test}/CLASS/IMAGE, into shards DST/train-000000.tar, ... "
-        "Image files are copied in random order, unchanged or, with --max-side, made smaller. A label is the position of "
-        "the class name in DST/classes.json. --val and --split take their fraction of every class.",
+        "Image files are stored in random order, unchanged or, with --max-side, resized. A label is the position of "
+        "the class name in DST/classes.json. --val and --split take their fraction from every class.",
         epilog="example: dtrain pack imagefolder photos/ shards/ --val 0.1 --max-side 512",
     )
     parser.add_argument("source", metavar="SRC", type=Path)
@@ -98,7 +98,7 @@ def _add_images(commands: _Commands[argparse.ArgumentParser]) -> None:
         "--max-side",
         type=int,
         metavar="N",
-        help="resize larger images to N pixels at their longer side; smaller ones are copied unchanged (default: all are)",
+        help="resize larger images to N pixels on their longer side; copy smaller ones unchanged (default: copy all unchanged)",
     )
     parser.add_argument(
         "--quality",
@@ -118,7 +118,7 @@ def _add_arrays(commands: _Commands[argparse.ArgumentParser]) -> None:
         help="numpy arrays, one sample for each row",
         description="Packs .npy files and the arrays of .npz files. Row n of each array belongs to sample n, and the names "
         "of the arrays become the names of the fields. Single integers are stored as text (.cls), everything else as .npy. "
-        "Arrays are memory-mapped, so they may be larger than the memory.",
+        "Arrays are memory-mapped, so they may be larger than the main memory.",
         epilog="example: dtrain pack arrays mnist.npz shards/ --field image=x_train --field label=y_train --png image",
     )
     parser.add_argument("files", metavar="FILE", type=Path, nargs="+", help=".npy or .npz")
@@ -154,7 +154,7 @@ def _add_text(commands: _Commands[argparse.ArgumentParser]) -> None:
         description="Encodes UTF-8 files, one document each (in .jsonl files: one in each line), into rows of N + 1 tokens: N "
         "inputs and N targets. With --fit cut, the documents are joined by the end-of-text token and cut into rows, each of "
         "which begins with the last token of the row before. With --fit best, rows hold whole documents and padding. Either "
-        "way, a token is a target once. DST/dataset.json describes the rows, DST/vocabulary.json the tokenizer.",
+        "way, each token is a target exactly once. DST/dataset.json describes the rows, DST/vocabulary.json the tokenizer.",
         epilog="example: dtrain pack text 'books/**/*.txt' shards/ --tokenizer tiktoken:gpt2 --length 1024 --val 0.05",
     )
     parser.add_argument("sources", metavar="SRC", nargs="+", help="file, folder, or quoted glob")
@@ -167,14 +167,14 @@ def _add_text(commands: _Commands[argparse.ArgumentParser]) -> None:
         "or vocabulary:FOLDER (of other shards)",
     )
     parser.add_argument(
-        "--length", type=int, required=True, metavar="N", help="number of inputs and of targets in a row"
+        "--length", type=int, required=True, metavar="N", help="number of inputs, and of targets, of each row"
     )
     parser.add_argument(
         "--fit",
         choices=FITS,
         default=FITS[0],
-        help="cut the joined documents at equal distances (default), or fit whole documents into rows (best fit), with "
-        "padding at their end",
+        help="cut the joined documents into rows of equal length (default), or fit whole documents into rows (best fit), "
+        "with padding at the end of each row",
     )
     parser.add_argument(
         "--long-documents",
@@ -194,8 +194,8 @@ def _add_text(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--val-by",
         choices=VAL_BY,
-        help="splits get whole files; the end of each file, from a line on (tail); or exactly their share of its bytes "
-        "(character) (default: whole files, if there are enough, else tail)",
+        help="what the splits get: whole files; the last lines of each file (tail); or exactly their share of the bytes at the "
+        "end of each file (character) (default: whole files if there are enough, else tail)",
     )
     _add_sizes(parser, "64 megabytes")
     _add_splits(parser, files=True)
@@ -223,10 +223,10 @@ def _add_index(commands: _Commands[argparse.ArgumentParser]) -> None:
 def _add_repair(commands: _Commands[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "repair",
-        help="copy the whole samples of shards that are cut",
-        description="Copies the whole samples of each shard that is cut or lacks its end mark to NAME.repaired.tar next to it, "
-        "and says what was lost. Nothing is overwritten; intact shards are not copied. Exit code 1 if a shard could not be "
-        "repaired.",
+        help="copy the whole samples of shards that are cut off",
+        description="Copies the whole samples of each shard that is cut off or lacks its end mark to NAME.repaired.tar next to "
+        "it, and reports what was lost. Nothing is overwritten; intact shards are not copied. The exit code is 1 if a shard "
+        "could not be repaired.",
         epilog="example: dtrain pack repair 'shards/train-*.tar' --out repaired/",
     )
     parser.add_argument(
@@ -236,7 +236,7 @@ def _add_repair(commands: _Commands[argparse.ArgumentParser]) -> None:
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder of the copies, under the names of the shards (default: next to them)",
+        help="folder for the copies, which then keep the names of the shards (default: next to the shards)",
     )
     add_json_option(parser)
 
@@ -264,11 +264,11 @@ def _add_splits(parser: argparse.ArgumentParser, files: bool = False) -> None:
         action="append",
         default=[],
         metavar="NAME=SHARE",
-        help="another split with its fraction of the samples, such as test=0.1"
+        help="an additional split with its fraction of the samples, such as test=0.1"
         + (", or with its files, such as 'test=books/test/*.txt'" if files else "")
         + "; may be repeated",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of order and splits (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order and the splits (default: 0)")
 
 
 def _add_bad(parser: argparse.ArgumentParser, files: str) -> None:
@@ -276,7 +276,7 @@ def _add_bad(parser: argparse.ArgumentParser, files: str) -> None:
         "--bad",
         choices=("error", "skip"),
         default="error",
-        help=f"{files}: stop at the first, or list and skip them (default: error)",
+        help=f"{files}: stop at the first one (error, the default), or list and skip them",
     )
 
 

@@ -6,8 +6,8 @@ In reading order:
 * ``loss_scale``: the dynamic loss scale of fp16.
 * ``gradients``: the gradients of one rank: their list and their norm; checking and unscaling for ``grad_scaler``.
 * ``vote``: one all-reduce of control data per step, after which all ranks take the same decision.
-* ``spike``: finds steps whose gradient norm is far above those of the last steps, for the vote.
-* ``grad_scaler``: skips on all ranks alike in hand-written training loops; replaces ``torch.amp.GradScaler``.
+* ``spike``: finds steps whose gradient norm is far above the norms of the previous steps, for the vote.
+* ``grad_scaler``: a replacement of ``torch.amp.GradScaler`` for hand-written loops, with which all ranks skip the same steps.
 * ``reduce_dtype``: the dtype in which DDP reduces gradients.
 * ``skip_diagnosis``: names the module, parameter and sample that caused a series of skipped steps.
 * ``autocast_check``: names the modules of an fp32 run that compute in 16 bits.

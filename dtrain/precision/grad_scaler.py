@@ -1,15 +1,15 @@
 """A gradient scaler whose overflow checks are all-reduced, so that every rank skips the same steps.
 
-``torch.amp.GradScaler`` has no collective. As soon as a gradient is not averaged by DDP (parameters outside its buckets,
-sharded gradients, several optimizers, local SGD), one rank skips a step that another takes, their scales drift apart, and
-gradients of different scale are averaged. ``CrossRankGradScaler`` has the same methods and state keys, and sums the
-overflow flags of all ranks before each optimizer step.
+``torch.amp.GradScaler`` does not communicate. If DDP does not average a gradient (parameters outside its buckets, sharded
+gradients, several optimizers, local SGD), one rank may skip a step that the others take; their scales then drift apart, and
+gradients of different scales are averaged. ``CrossRankGradScaler`` has the same methods and state keys, and sums the overflow
+flags of all ranks before each optimizer step.
 
 * The *flag* of a rank is 1.0 if one of its gradients is not finite, else 0.0. The *decision* is 1.0 if any rank's flag is.
 * A *round* of an optimizer lasts from one ``update()`` to the next: it is unscaled, then stepped.
 
-dtrain's own training loop does not use this class but the vote (``dtrain.precision.vote``), which also carries losses and
-stop requests. Both share ``Agreement`` and ``LossScale``.
+dtrain's own training loop uses the vote instead (``dtrain.precision.vote``), which also carries losses and stop requests. Both
+are built on ``Agreement`` and ``LossScale``.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ _DIFFERENT_SCALES = (
 
 
 class CrossRankGradScaler:
-    """``torch.amp.GradScaler`` whose ranks agree on which steps to skip.
+    """A replacement for ``torch.amp.GradScaler`` with which all ranks skip the same steps.
 
     ``step`` and ``load_state_dict`` are collective over ``process_group``. With a fused optimizer the host never waits for
     the device: the optimizer's kernel reads the decision. With other optimizers it waits for one number per step.
 
-    Every rank steps equally often. A rank that has run out of inputs scales a zero and steps without gradients.
+    Every rank must call ``step`` the same number of times. A rank that has run out of inputs calls ``scale`` on a zero and then
+    ``step`` without gradients.
 
     Example:
         >>> import torch
@@ -72,13 +73,12 @@ class CrossRankGradScaler:
         hysteresis: Overflowing updates until the scale backs off (Megatron-LM's meaning; 1 is torch's behaviour).
         min_scale: Lower bound. torch has none: its scale decays to zero, and then lets NaN through.
         max_scale: Upper bound.
-        process_group: All ranks that share the scale; None is the default group, or this process alone where there is
-            none.
+        process_group: All ranks that share the scale; None: the default group, or this process alone if there is no group.
         enabled: False makes every method a pass-through, as in torch.
 
     Raises:
-        ValueError: If a factor, interval or bound is impossible; names both values. If scaling is enabled for a device
-            that is not there, or ``process_group`` does not contain this rank.
+        ValueError: If a factor, interval or bound is impossible (names both values), scaling is enabled for a device that is
+            not available, or ``process_group`` does not contain this rank.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class CrossRankGradScaler:
         """
         if self._rounds:
             raise RuntimeError(
-                "CrossRankGradScaler: it can be pickled after update() only, not between unscale_() and it"
+                "CrossRankGradScaler: it can be pickled only after update(), not between unscale_() and update()"
             )
         if self._agreement.has_own_group:
             raise TypeError(
@@ -168,8 +168,8 @@ class CrossRankGradScaler:
         """Divides the gradients of ``optimizer`` by the scale in place and records whether any is not finite.
 
         Raises:
-            RuntimeError: If called twice for one optimizer since the last ``update``, or after its ``step``.
-            ValueError: If a parameter is fp16, is listed twice, shares its gradient with another parameter, or is updated
+            RuntimeError: If called twice for an optimizer since the last ``update``, or after its ``step``.
+            ValueError: If a parameter is fp16, is listed twice, shares its gradient with a different parameter, or is updated
                 inside the backward pass; or if the optimizer's ``step`` expects a scaler.
         """
         if not self._enabled:
@@ -191,15 +191,20 @@ class CrossRankGradScaler:
         self._rounds[optimizer] = _Round(check_and_unscale_(local_gradients(parameters_of(optimizer)), scale, recheck))
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Collective. Steps ``optimizer`` if no rank found a non-finite gradient; unscales first if that was not done.
+        """Collective. Calls ``optimizer.step`` unless a rank found a non-finite gradient; unscales first if needed.
 
-        Every rank of the process group calls it equally often, whether or not its parameters have gradients.
+        Every rank of the process group must call it the same number of times, whether or not its parameters have gradients.
+
+        Args:
+            optimizer: The optimizer.
+            args: Arguments of ``optimizer.step``.
+            kwargs: Arguments of ``optimizer.step``.
 
         Returns:
             The result of ``optimizer.step``; None if it was not called.
 
         Raises:
-            RuntimeError: If called twice since the last ``update`` or with a closure. On every rank, if the ranks' scales
+            RuntimeError: If called twice since the last ``update``, or with a closure; on every rank, if the ranks' scales
                 differ.
         """
         if not self._enabled:
@@ -226,10 +231,10 @@ class CrossRankGradScaler:
             round_.stepping = False
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Grows or backs off the scale by the decisions since the last update; ends the iteration.
+        """Grows or reduces the scale, depending on whether steps were skipped since the last update; ends the round.
 
         Args:
-            new_scale: Replaces the scale instead; must be the same on every rank.
+            new_scale: Sets the scale to this value instead; must be the same on every rank.
 
         Raises:
             RuntimeError: If no step was taken, or an optimizer was unscaled but not stepped.

@@ -5,7 +5,7 @@
 * The *growth tracker* counts clean steps since the last growth or overflow, as in torch.
 * The *hysteresis tracker* counts the overflows that are still tolerated before the scale backs off, as in Megatron-LM.
 
-Nothing here communicates: ranks with equal states that see equal overflows stay equal.
+Nothing here communicates: if all ranks begin with the same state and see the same overflows, their states stay the same.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_
 
 @dataclass(frozen=True)
 class LossScaleState:
-    """A loss scale as plain numbers, checked.
+    """The state of a loss scale as plain, checked numbers.
 
     Args:
         scale: Finite, above 0.
@@ -34,7 +34,7 @@ class LossScaleState:
         backoff_factor: Between 0 and 1.
         growth_interval: Clean steps until the scale grows, at least 1.
         growth_tracker: Clean steps so far, at least 0.
-        hysteresis_tracker: Overflows until the scale backs off, at least 0; None if the state has none, as torch's.
+        hysteresis_tracker: Overflows until the scale backs off, at least 0; None if the state has none, as with torch's scaler.
 
     Raises:
         ConfigError: If a number is out of its range; names it.
@@ -91,7 +91,7 @@ class LossScale:
     """A dynamic loss scale on a device.
 
     Args:
-        device: Device of the scale, and of the tensors that ``update`` gets.
+        device: Device of the scale, and of the tensors passed to ``update``.
         init: First scale.
         growth_factor: The scale is multiplied by this after ``growth_interval`` clean steps in a row.
         backoff_factor: The scale is multiplied by this on an overflow once the hysteresis is used up.
@@ -108,6 +108,14 @@ class LossScale:
 
     Raises:
         ConfigError: If a factor, interval or bound is impossible; names the values.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.precision.loss_scale import LossScale
+        >>> loss_scale = LossScale(torch.device("cpu"), init=1024.0)
+        >>> loss_scale.update(found_inf=torch.tensor(True))
+        >>> loss_scale.scale
+        tensor(512.)
     """
 
     def __init__(
@@ -141,7 +149,7 @@ class LossScale:
 
         Args:
             found_inf: Shape ``[]``, on the scale's device; anything but 0 (or false) is an overflow.
-            unchanged: bool, shape ``[]``: whether the step does not count; None: it counts.
+            unchanged: bool, shape ``[]``: true if this step must not change the scale or its trackers; None: false.
         """
         self._before = [tensor.clone() for tensor in self._tensors()]
         self._adapt(found_inf)
@@ -169,7 +177,7 @@ class LossScale:
         self.scale.mul_(factor).clamp_(self.min_scale, self.max_scale)
 
     def uncount(self) -> None:
-        """Undoes the last ``update``, of a step that is done again, without waiting for the device."""
+        """Undoes the last ``update``, for a step that is repeated, without waiting for the device."""
         for tensor, old in zip(self._tensors(), self._before, strict=True):
             tensor.copy_(old)
 
@@ -215,7 +223,7 @@ class LossScale:
         self.configure(state.growth_factor, state.backoff_factor, state.growth_interval)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's five keys, and ``_hysteresis_tracker`` if there is a hysteresis. Waits for the device."""
+        """torch's five keys, and ``_hysteresis_tracker`` if the hysteresis is above 1. Waits for the device."""
         state: dict[str, Any] = {
             "scale": float(self.scale.item()),
             "growth_factor": self.growth_factor,

@@ -1,4 +1,6 @@
-"""The precision policy of a run: transfer dtypes, autocast, loss scaling, fp32 modules. Other code reads its attributes.
+"""The precision policy of a run: transfer dtypes, autocast, loss scaling, fp32 modules.
+
+Other code asks the policy and never compares names of precisions.
 
 * The *compute dtype* is what autocast uses in matmul and convolution.
 * The *transfer dtype* of a field is the dtype in which a loader worker sends it to the trainer. It follows from the field's
@@ -7,7 +9,7 @@
   TF32 in convolutions by default; every precision but ``tf32`` turns it off in both matmul and convolution.
 * *Kept* modules (``precision.keep_fp32``) compute in fp32 inside a lower-precision run. The class of a kept module is
   replaced by a subclass, as in FSDP2 and ``torch.nn.utils.parametrize``. Its ``forward`` disables autocast and casts
-  floating-point inputs to fp32. Parameter names, hooks, ``isinstance``, deep copies and ``torch.compile`` are unaffected.
+  floating-point inputs to fp32. Parameter names, hooks, ``isinstance``, deep copies and ``torch.compile`` still work.
   Its outputs are fp32; the next autocast operation casts them down again.
 
 A parent that reads its child's weights instead of calling it (``nn.MultiheadAttention`` and its ``out_proj``) bypasses the
@@ -59,11 +61,11 @@ class Precision:
 
     Args:
         name: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
-        keep_fp32: fnmatch patterns of names of modules that compute in fp32 in every precision.
+        keep_fp32: Patterns (fnmatch) of the names of modules that compute in fp32 in every precision.
         loss_scaling: Whether fp16 has a loss scale; the other precisions need none.
 
     Raises:
-        ConfigError: If ``name`` is none of the four; names the nearest one. If ``keep_fp32`` is a string.
+        ConfigError: If ``name`` is not one of the four (names the nearest one), or ``keep_fp32`` is a string.
     """
 
     name: str
@@ -101,7 +103,7 @@ class Precision:
         return self.compute_dtype == torch.float16 and self.loss_scaling
 
     def transfer_dtype(self, role: str) -> torch.dtype | None:
-        """The dtype in which a loader worker sends a field of that role; None where the field keeps its dtype.
+        """The dtype in which a loader worker sends a field of this role; None if the field keeps its dtype.
 
         Coordinates, targets, weights and ids never follow the compute dtype: bf16 rounds a box edge of 1333.3 to 1336 and
         token 50257 to 50176.
@@ -115,14 +117,14 @@ class Precision:
         return (visual | dict.fromkeys(inputs, self.compute_dtype)).get(role)
 
     def autocast(self, device_type: str) -> torch.autocast:
-        """Autocast in the compute dtype; disabled if that is fp32. Works as context manager and as decorator.
+        """Autocast in the compute dtype; disabled if that is fp32. Works as a context manager and as a decorator.
 
         Args:
-            device_type: ``"cpu"``, ``"cuda"`` or another type that autocast knows.
+            device_type: ``"cpu"``, ``"cuda"`` or any other type that ``torch.autocast`` supports.
 
         Raises:
-            ConfigError: If autocast does not know the type, or no such device is available. ``torch.autocast`` itself
-                would only warn, and compute in fp32.
+            ConfigError: If ``torch.autocast`` does not support the type, or no such device is available. ``torch.autocast``
+                itself would only warn and compute in fp32.
         """
         if self.compute_dtype == torch.float32:
             return torch.autocast(device_type, enabled=False)
@@ -137,10 +139,10 @@ class Precision:
         """Checks that ``device`` can compute in this precision and sets the fp32 mode of this process.
 
         Returns:
-            Warnings, one line each, such as for fp16 on a CPU without fp16 kernels.
+            Warnings, one line each, for example about fp16 on a CPU without fp16 kernels.
 
         Raises:
-            ConfigError: If the device lacks such arithmetic; names the device and the precisions that it has.
+            ConfigError: If the device does not support this precision; names the device and the precisions that it supports.
         """
         self._require_device(device.type)
         found: list[str] = []
@@ -158,7 +160,7 @@ class Precision:
 
     def _require_device(self, device_type: str) -> None:
         if not torch.amp.is_autocast_available(device_type):
-            raise ConfigError(f"precision={self.name}: autocast does not know the device type {device_type!r}")
+            raise ConfigError(f"precision={self.name}: torch.autocast does not support the device type {device_type!r}")
         if device_type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(
                 f"precision={self.name}: the device is cuda, but CUDA is not available here. Use the cpu, or install a "
@@ -177,8 +179,8 @@ class Precision:
             native_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         if self.compute_dtype == torch.bfloat16 and not native_bf16:
             raise ConfigError(
-                f"precision=bf16: {name} has no bf16 arithmetic (compute capability 8.0 or newer has). It can do "
-                "precision=fp16 and precision=fp32"
+                f"precision=bf16: {name} has no bf16 arithmetic, which needs compute capability 8.0 or newer. Use "
+                "precision=fp16 or precision=fp32"
             )
         # bf16 and TF32 arrived with the same GPU generation (Ampere).
         if self.fp32_mode == "tf32" and not native_bf16:
@@ -204,11 +206,15 @@ def keep_in_fp32(module: nn.Module, patterns: Sequence[str]) -> list[str]:
 
     Calling it again with the same patterns changes nothing.
 
+    Args:
+        module: The model; its submodules are changed in place.
+        patterns: Patterns (fnmatch) of qualified names; ``*`` also matches dots.
+
     Returns:
         Names of the matching submodules, in the module's order.
 
     Raises:
-        ConfigError: If a pattern matches no submodule (names near ones), or matches a ScriptModule.
+        ConfigError: If a pattern matches no submodule (lists similar names), or matches a ScriptModule.
     """
     named: dict[str, nn.Module] = {name: child for name, child in module.named_modules() if name}
     for pattern in patterns:

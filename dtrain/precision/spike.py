@@ -8,7 +8,7 @@ In plain arithmetic, with the norms of the last ``window`` finite steps::
 
 * Only unusually large norms are spikes, and none is found until the window is full.
 * Every finite norm enters the window, including spikes, so a lasting rise is accepted after at most half a window.
-* The norm is that of the gradient of the mean loss before clipping, equal on all ranks: they all take the same decision.
+* The norm is the one of the gradient of the mean loss before clipping. It is equal on all ranks, so they all decide the same.
 
 The rule is a robust form of the one in OLMo's trainer, which uses mean and standard deviation. ``SpikeRule`` works with tensors
 and never waits for the device; ``HostSpikeRule`` does the same with Python floats, to the same bits.
@@ -37,8 +37,8 @@ class SpikeOptions:
     """The settings of ``train.spike``.
 
     Args:
-        factor: Deviations above the median from which a norm is a spike.
-        window: Number of finite steps that are compared with.
+        factor: A norm is a spike if it is more than this number of deviations above the median.
+        window: Number of previous steps with a finite norm that a norm is compared with.
         action: ``warn``, or ``skip``: the step is skipped on all ranks.
 
     Raises:

@@ -2,14 +2,14 @@
 
 * The *payload* is the float64 vector that the ranks sum: overflow flag, loss scale, squared gradient norm, loss sum and
   count, sums and counts of the metrics, and values from the host (stop and save requests, sample counts, bytes).
-* An *overflow* is a loss, count or gradient norm that is not finite, or a buffer that became so. An overflow on one rank
-  makes all ranks *skip* the update: no rank changes parameters, optimizer state or buffers.
+* An *overflow* is a loss, count, gradient norm or buffer that is not finite. An overflow on one rank makes all ranks *skip*
+  the update: no rank changes parameters, optimizer state or buffers.
 * The *decision* (skip or not, factor for the gradients) is computed from the summed payload, so it is equal on all ranks.
 * The *step statistics* are the summed payload as Python numbers, for logs, schedules and stop requests.
 * An *agreement* is the process group that sums the payload; ``CrossRankGradScaler`` uses the same class.
 
 Flags are summed as 0/1, counts as exact integers. The norm, losses and counts of a rank that overflowed are replaced by
-zero first, because a SUM with NaN is NaN on all ranks. A MAX is not used: it loses the NaN of every rank but the first.
+zero first, because a sum with a NaN is NaN on all ranks. A MAX reduction would lose the NaN of every rank but the first.
 
 On a GPU the arithmetic stays on the device and the host reads the payload one step later. On a CPU the same arithmetic is
 done in Python floats, bit for bit.
@@ -36,19 +36,19 @@ _HEAD, _HOST = 6, 6
 
 
 def payload_bytes(metrics: int) -> int:
-    """Size in bytes of the payload of a task with that many metrics."""
+    """Size in bytes of the payload of a task with this number of metrics."""
     return 8 * (_HEAD + 2 * metrics + _HOST)
 
 
 class Decision(NamedTuple):
-    """Whether a step is skipped, and how its gradients are rescaled; equal on all ranks. Tensors of shape ``[]``.
+    """Whether a step is skipped, and how its gradients are rescaled; equal on all ranks. All tensors have shape ``[]``.
 
     Attributes:
         skip: bool: no rank updates its parameters.
         overflowed: bool: at least one rank has an overflow.
         coefficient: fp32: multiplying the gradients by it gives the gradient of the mean loss, unscaled and clipped.
-            Meaningless if the step is skipped. None: 1.
-        skipped_spike: bool: the step is skipped for a spike; None if no rule looks for spikes to skip.
+            Undefined if the step is skipped. None: 1.
+        skipped_spike: bool: the step is skipped because of a spike; None unless spikes are skipped.
     """
 
     skip: Tensor
@@ -76,7 +76,7 @@ class StepStats:
         bytes: Bytes of the batches that the loaders of all ranks delivered.
         worker_restarts: How many times ranks restarted their loader workers.
         spike: Whether the gradient norm is a spike (``train.spike``).
-        skipped_spike: Whether the step is skipped for that.
+        skipped_spike: Whether the step is skipped because of that.
     """
 
     overflowed_ranks: int
@@ -111,7 +111,7 @@ def step_stats(payload: Sequence[float], world_size: int, metrics: Sequence[str]
     Args:
         payload: Sum of the payloads of all ranks.
         world_size: Number of ranks.
-        metrics: Names of the task's metrics, in the order in which they were added.
+        metrics: Names of the task's metrics, in the order in which ``Vote.add`` got them.
 
     Raises:
         ConfigError: If the ranks have different loss scales.
@@ -159,12 +159,12 @@ def equal_scales(ranks: int, total: Any, squares: Any) -> Any:
 
 
 class Agreement:
-    """A process group that sums small control payloads, so that its ranks decide alike.
+    """A process group that sums small control payloads, so that all its ranks take the same decision.
 
-    The group is looked up at each use: a gradient scaler may be created before the process group is.
+    The group is looked up at each use, because a gradient scaler may be created before the process group.
 
     Args:
-        group: The ranks; None is the default group, or this process alone where there is none.
+        group: The ranks; None: the default group, or this process alone if there is no group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
@@ -172,7 +172,7 @@ class Agreement:
 
     @property
     def has_own_group(self) -> bool:
-        """Whether it is not the default group."""
+        """Whether the group is a different one than the default group."""
         return self._group is not None
 
     @property
@@ -203,14 +203,14 @@ def make_vote(device: torch.device, world_size: int, spikes: SpikeOptions | None
 
 
 class Vote:
-    """The vote of one rank in every step, with its arithmetic on the device.
+    """One rank's side of the vote, with its arithmetic on the device.
 
     Per step: ``add()`` for each micro-batch, ``overflow()``, ``all_reduce()``, ``decide()``; later ``step_stats()``.
 
     Args:
         device: Where the gradients are.
         world_size: Number of ranks that vote; above 1 a default process group must exist.
-        spikes: Finds spikes of the gradient norm; None does not.
+        spikes: Settings for finding spikes of the gradient norm; None: spikes are not looked for.
 
     Attributes:
         payload: The last summed payload, float64, shape ``[6 + 2 * metrics + 5]``. On a CPU the list ``numbers`` instead.
@@ -243,7 +243,7 @@ class Vote:
         self._sums = None
 
     def cannot_compute(self, metrics: int) -> None:
-        """Replaces the sums of the window: its memory was exhausted on this rank, so that all ranks skip the step.
+        """Replaces the sums of the window after this rank ran out of memory, so that all ranks skip the step.
 
         Args:
             metrics: Number of metrics of the task.
@@ -308,7 +308,7 @@ class Vote:
         Args:
             scale: Shape ``[]``: the loss scale.
             nominal: Number of rows that the loss sums were divided by before the backward.
-            clip_norm: Largest norm of the gradient of the mean loss; None does not clip.
+            clip_norm: Maximum norm of the gradient of the mean loss; None: no clipping.
         """
         overflow, _, _, square, _, count, *_ = self.payload.unbind()
         skip = _skips(overflow, count)

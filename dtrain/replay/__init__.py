@@ -2,13 +2,14 @@
 
 In reading order:
 
-* ``recorded``: the records of a run that the rest reads.
+* ``recorded``: reads the records of a run.
 * ``trace``: ``dtrain trace``, which computes the uses of a sample from the seed and the record of the starts.
 * ``plan``: from which checkpoints a range of steps is recomputed, and with which config.
-* ``recompute``: executes a part of the plan with dtrain's own loop.
-* ``samples``: the loss of each row of a step, and its part of the gradient; ``looks``: who looks into a step, also a prompt.
+* ``recompute``: executes a part of the plan with dtrain's own training loop.
+* ``samples``: the loss of each row of a step, and its part of the gradient; ``looks``: inspection of a step: its samples, or a
+  Python prompt inside it.
 * ``compare``: differences, their tolerance, the table and the JSON file.
 * ``__main__``: ``dtrain replay``.
 
-Nothing in the directory of the run is written, and its lock is not taken.
+The directory of the run is never written, and its lock is not taken.
 """

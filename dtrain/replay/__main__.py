@@ -64,25 +64,25 @@ from dtrain.training.validation import validate
 USAGE = """Usage
   dtrain replay [--nproc N] run.dir=DIR replay.steps=[A,B] [OPTION=VALUE ...] [KEY=VALUE ...] [--json FILE]
 
-Recomputes steps of a run, from the newest checkpoint before them, and compares loss, gradient norm and learning rate with the
-records, and each checkpoint on the way bit by bit. Nothing in DIR is written, and the run may be training.
+Recomputes steps of a run from the newest checkpoint before them. Compares loss, gradient norm and learning rate with the
+records, and each checkpoint on the way bit by bit. DIR is never written, and the run may still be training.
 
 Options
   replay.step=N             one step
   replay.steps=[A,B]        the steps from A to B
-  replay.windows=K          short windows after the checkpoints that lie nearest to K equal parts of the run
-  replay.window=10          steps of a window
+  replay.windows=K          up to K short windows of steps spread over the run, each after a checkpoint
+  replay.window=10          number of steps of a window
   replay.max_distance=N     refuse if more than N steps have to be recomputed before the first one (default: any number)
   replay.tolerance=X        largest relative difference (default: 0 where bits must be equal, else 1e-4)
   replay.samples=true       loss, gradient norm and share of the gradient of each row of the step, the largest loss first
-  replay.rows=K             with replay.samples: norms and shares for the K rows of the largest losses only, to save time
+  replay.rows=K             with replay.samples: norms and shares only for the K rows with the largest losses, to save time
   replay.page=FILE          with replay.samples: where to write the pictures of the rows (default: replay-RUN-step-N.html here)
-  replay.shell=true         a Python prompt within the step, before the update, on one rank
+  replay.shell=true         a Python prompt inside the step, before the update, on one rank
   --nproc N                 number of processes (default: the ranks that made the steps)
   --json FILE               also write all results to FILE as JSON
   --trust                   use a run that a different user started: its saved command line can run any code
-  KEY=VALUE                 a changed key, such as precision=bf16 or parallel=fsdp: each checkpoint on the way then begins a new
-                            part, so that differences do not add up; train.hooks=[] leaves hooks out
+  KEY=VALUE                 a changed key, such as precision=bf16 or parallel=fsdp; the replay then starts again from each
+                            checkpoint on the way, so that differences do not add up; train.hooks=[] leaves hooks out
 
 Exit code: 0 within the tolerance, 1 beyond it, 2 if nothing could be compared or the command is wrong.
 """

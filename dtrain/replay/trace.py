@@ -253,15 +253,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         usage="%(prog)s run.dir=DIR KEY [KEY ...] [--ahead] [--json FILE]\n"
         "       %(prog)s run.dir=DIR --shard NAME [--ahead] [--json FILE]\n"
         "       %(prog)s run.dir=DIR --step N [--json FILE]",
-        description="Shows in which steps of a run samples were used: epoch, step, rank and row of each use. Computed from\n"
-        "the seed and the record of the run's starts, without a log. KEY is as in the logs of a run, SHARD/KEY or KEY alone;\n"
-        "of a mixture SOURCE/SHARD/KEY.",
+        description="Shows in which steps of a run samples were used: epoch, step, rank and row of each use. This is computed\n"
+        "from the seed and the record of the run's starts, without a log. KEY is written as in the logs of a run: SHARD/KEY,\n"
+        "or KEY alone; in a mixture SOURCE/SHARD/KEY.",
         epilog="example: dtrain trace run.dir=runs/digits train-000000.tar/000017 --ahead",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--shard", metavar="NAME", help="all samples of a shard")
-    parser.add_argument("--step", type=_step, metavar="N", help="the samples of a step, also of one to come")
+    parser.add_argument("--step", type=_step, metavar="N", help="the samples of a step, also of a future one")
     parser.add_argument("--ahead", action="store_true", help="also the next use of each sample")
     parser.add_argument(
         "--trust", action="store_true", help="use a run that a different user started; its config runs code"

@@ -41,10 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "runs",
         metavar="DIR",
         nargs="+",
-        help="directory of a run, also of a running one, or of several runs; or the URL of a mirror, s3://BUCKET/runs/NAME",
+        help="directory of a finished or running run, or of several runs; or the URL of a mirror, s3://BUCKET/runs/NAME",
     )
     parser.add_argument(
-        "--out", metavar="FILE", type=Path, help="the page (default: report.html in the first DIR, or here)"
+        "--out",
+        metavar="FILE",
+        type=Path,
+        help="the page (default: report.html in the first DIR, else in the current folder)",
     )
     parser.add_argument("--png", metavar="FOLDER", type=Path, help="also write each chart as a PNG into this folder")
     options = parser.parse_intermixed_args(arguments)  # also directories after an option

@@ -91,6 +91,9 @@ class History:
         overrides: Command line of the first start.
         gaps: Sentences about what is missing or damaged.
         place: Where the run is: its directory, or the URL of its mirror.
+
+    Example:
+        ``History.read(Path("runs/digits"), "digits").last("eval/accuracy")``
     """
 
     path: Path

@@ -101,7 +101,7 @@ def fetched_records(paths: Iterable[str]) -> Iterator[dict[Path, str]]:
             mirrors = Mirror(path).mirrors_below()
             if not mirrors:
                 raise ValueError(
-                    f"{redacted(path)} is no mirror of a run (checkpoint.mirror), and has none directly below it."
+                    f"{redacted(path)} is not a mirror of a run (checkpoint.mirror), and has none directly below it."
                 )
             for mirror in mirrors:
                 if (records := mirror.records()) is not None:
@@ -470,7 +470,7 @@ def _parsed(claim: Claim, number: int, content: Any) -> Records:
     """
     for name, entry in content["files"].items():
         if not is_record(name):
-            raise ValueError(f"{name!r} is no record of a run")
+            raise ValueError(f"{name!r} is not a record of a run")
         if set(entry) != {"size", "sha256"} or not _SHA256.fullmatch(entry["sha256"]):
             raise ValueError(f"{name}: {entry!r}")
     best = content.get("best")

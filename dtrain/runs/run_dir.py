@@ -1,8 +1,8 @@
 """Files of a run directory besides metrics and checkpoints: config, status.json, the ranks' logs; safe reading of any file.
 
 * ``status.json`` has the state of the run. Batch scripts and the launcher read it instead of the exit code, because
-  torchrun turns every non-zero exit code of a worker into 1. Rank 0 writes it; if it was killed, another rank writes
-  ``failed``. It is information: a damaged one stops no run.
+  torchrun turns every non-zero exit code of a worker into 1. Rank 0 writes it; if rank 0 was killed, a different rank writes
+  ``failed``. Training does not depend on it: a damaged file does not stop a run.
 * ``logs/rank-00000.log`` has the messages of one rank, over all restarts. Until a run starts, and its directory may be
   changed, they are kept in memory.
 * A run directory may belong to another user, so only regular files are read, and a bounded amount of each.
@@ -252,7 +252,7 @@ class FailureRecord:
         """The run starts.
 
         Args:
-            rank: This process; another one than before if the run continues without a lost rank.
+            rank: This process; a different number than before if the run continues without a lost rank.
             step: Returns the attempted steps so far.
             extra: Returns further entries of status.json.
         """

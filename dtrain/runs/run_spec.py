@@ -2,11 +2,11 @@
 
 * The default *name* contains a hash of everything that changes the result, so two seeds, or two lengths, are two runs. It is
   the same on every machine.
-* The *identity* of a run is model, task, optimizer class and seed (and the data's fingerprint, which the checkpoint
-  has). A config with another identity is refused.
+* The *identity* of a run is its model, task, optimizer class and seed, and the fingerprint of its data, which is in the
+  checkpoint. A config with a different identity is refused.
 * Everything else may change when a run is resumed. The changes are printed, and the new config is saved.
-* *Secrets* are not saved. One that is written as an interpolation, ``${oc.env:NAME}``, is saved as it is written; any other one
-  has to be given again by a command that composes the run from its directory.
+* *Secrets* are not saved. A secret that is written as an interpolation, ``${oc.env:NAME}``, is saved in this form; any other
+  secret has to be given again to a command that composes the run from its directory.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RunSpec:
         config: The resolved config, secrets included.
         overrides: The command line it was composed from.
         config_dirs: Folders given with ``--config-dir``.
-        excluded: Keys in the list of ``data.exclude``.
+        excluded: Sample keys in the file of ``data.exclude``.
     """
 
     name: str
@@ -96,7 +96,7 @@ class RunSpec:
         Keys without effect on the result are left out.
 
         Raises:
-            ConfigError: If the directory has a run of another identity; names every difference.
+            ConfigError: If the directory has a run with a different identity; names every difference.
         """
         path = self.dir / CONFIG
         if not path.exists():
@@ -132,16 +132,16 @@ class RunSpec:
         return config
 
     def published(self) -> dict[str, Any]:
-        """The config for other people: without secrets, keys without effect on the result, and folders of this machine.
+        """The config for publication: without secrets, keys without effect on the result, and folders of this machine.
 
-        Initial weights of the hub are those of the commit that the run in the directory started with.
+        Initial weights from the hub are pinned to the commit that the run in the directory started with.
         """
         saved = {key: self.saved_value(key) for key in _INITIAL_WEIGHTS}
         config = self.with_values({key: value for key, value in saved.items() if value is not None}).config
         return {key: without_folders(value) for key, value in _with_effect(config_without_secrets(config)).items()}
 
     def command(self) -> list[str]:
-        """The arguments that start the run in the directory, for other people as in ``published``; [] if they are not known."""
+        """The arguments that start the run in the directory, for publication as in ``published``; [] if they are unknown."""
         saved = read_mapping(self.dir / OVERRIDES) if (self.dir / OVERRIDES).exists() else {}
         lists = (saved.get(key) for key in ("overrides", "config_dirs"))
         typed, folders = ([str(it) for it in found] if isinstance(found, list) else [] for found in lists)
@@ -174,7 +174,7 @@ class RunSpec:
         return value
 
     def with_values(self, values: Mapping[str, Any]) -> RunSpec:
-        """The same run with other values of keys such as ``run.weights_from``; its name and overrides stay."""
+        """The same run with different values of keys such as ``run.weights_from``; its name and overrides do not change."""
         config = copy.deepcopy(self.config)
         for key, value in values.items():
             *parents, name = key.split(".")
@@ -185,10 +185,10 @@ class RunSpec:
         return replace(self, config=config)
 
     def require_same_overrides(self, of_rank0: Sequence[str]) -> None:
-        """Refuses to train if this rank composes another config than rank 0.
+        """Refuses to train if this rank composes a different config than rank 0.
 
         Raises:
-            ConfigError: Names what differs.
+            ConfigError: If the overrides differ; names the differences.
         """
         different = {*of_rank0} ^ {*self.overrides}
         if different:
@@ -224,7 +224,7 @@ def parse_mapping(path: Path, text: bytes) -> dict[str, Any]:
         text: Its content.
 
     Raises:
-        ConfigError: If it is no YAML of plain data, or no mapping; names the file.
+        ConfigError: If it is not YAML of plain data, or not a mapping; names the file.
     """
     try:
         content = parse_yaml(text)

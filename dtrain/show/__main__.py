@@ -192,9 +192,9 @@ def _parser() -> argparse.ArgumentParser:
         usage="%(prog)s experiment=NAME [KEY=VALUE ...] [--split NAME] [--epoch E] [--n N] [--all]\n"
         "       [--out FILE.html] [--json FILE]\n"
         "       %(prog)s run.dir=DIR [KEY=VALUE ...]",
-        description="Shows what the model will see, without training, as one HTML file: samples of an epoch as stored and\n"
+        description="Shows what the model will see, without training, as one HTML file: samples of an epoch, as stored and\n"
         "after crop, augmentation and mixing; dtype, transfer dtype, cost and range of each field; counts of labels;\n"
-        "sizes and extensions; bad samples, exact duplicates, and classes that a split lacks.",
+        "sizes and extensions; bad samples, exact duplicates, and classes that are missing in a split.",
         epilog="example: dtrain show experiment=digits --split eval --n 16",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -203,17 +203,24 @@ def _parser() -> argparse.ArgumentParser:
         "--split", metavar="NAME", default="train", help="train (default), eval, or the name of a set of data.eval"
     )
     parser.add_argument("--epoch", type=_from(0), metavar="E", default=0, help="epoch of the samples (default: 0)")
-    parser.add_argument("--n", type=_from(1), metavar="N", default=64, help="samples to show (default: 64)")
-    parser.add_argument("--nproc", type=_from(1), metavar="N", default=1, help="ranks of the run, for rank 0's share")
+    parser.add_argument("--n", type=_from(1), metavar="N", default=64, help="number of samples to show (default: 64)")
+    parser.add_argument(
+        "--nproc", type=_from(1), metavar="N", default=1, help="number of ranks of the run, for rank 0's share"
+    )
     parser.add_argument(
         "--all",
         action="store_true",
-        help=f"examine all samples, not {counts.MOST_EXAMINED:,} and {counts.MOST_BYTES >> 20} MiB of each split",
+        help=f"examine all samples, not {counts.MOST_EXAMINED:,} or {counts.MOST_BYTES >> 20} MiB of each split",
     )
     parser.add_argument(
-        "--boxes", choices=BOX_FORMATS, default="xyxy", help="what four coordinates mean (default: xyxy, two corners)"
+        "--boxes",
+        choices=BOX_FORMATS,
+        default="xyxy",
+        help="format of boxes with four coordinates (default: xyxy, two corners)",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: show-SPLIT.html here)")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="the page (default: show-SPLIT.html in the current folder)"
+    )
     add_json_option(parser)
     parser.add_argument(
         "--trust", action="store_true", help="use a run that a different user started; its config runs code"

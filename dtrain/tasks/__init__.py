@@ -1,4 +1,5 @@
-"""Reference tasks. A task is any object called as ``task(model, batch) -> Output``, named in ``task._target_``.
+"""Reference tasks: losses and metrics. A task is any object that is called as ``task(model, batch)`` and returns an ``Output``
+(``dtrain.training.task``); ``task._target_`` names it.
 
 Files in reading order: ``losses`` (losses per row), ``classification``, ``regression`` (values, image fitting),
 ``language_modelling``, ``contrastive`` (pairs), ``textbook`` (generated problems with known answers).

@@ -23,6 +23,16 @@ class Classification:
             shape ``[rows, classes]``, as mixup and cutmix return them. The most probable class then counts as the correct one.
         label_smoothing: Weight of the uniform distribution in the target, in [0, 1).
         top5: Whether to compute top-5 accuracy as well.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.data import Batch
+        >>> from dtrain.tasks import Classification
+        >>> columns = {"image": torch.ones(3, 4), "label": torch.tensor([0, 1, 1])}
+        >>> batch = Batch(columns, ["a", "b", ""], valid=torch.tensor([True, True, False]))
+        >>> output = Classification()(torch.nn.Linear(4, 2), batch)
+        >>> output.loss_sum.shape, int(output.count), sorted(output.metrics)
+        (torch.Size([]), 2, ['accuracy'])
     """
 
     def __init__(

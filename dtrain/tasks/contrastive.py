@@ -2,8 +2,8 @@
 
 * A *pair* is a row: two inputs that belong together. The other rows of all ranks are its *negatives*.
 * The loss of a row is the mean of two cross-entropies: its image against the texts of all ranks, its text against all images.
-* The gather is differentiable: its backward adds up the gradients that all ranks have for the embeddings of one rank. So this
-  is the gradient of the loss of the global batch, for any number of ranks.
+* The gather is differentiable: its backward adds up the gradients that all ranks have for the embeddings of one rank. So the
+  result is the gradient of the loss over the global batch, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from dtrain.training.task import Output
 class Contrastive:
     """Symmetric contrastive loss of the embeddings that ``model(batch[first], batch[second])`` returns.
 
-    The model returns three tensors, as open_clip's models do: two embeddings, each ``[rows, channels]``, which need not be
-    normalised, and the scale of their similarities (the inverse temperature), ``[]``: ``log_scale.exp()`` of a parameter, which
-    CLIP initialises to ``log(1 / 0.07)``.
+    The model returns three tensors, as open_clip's models do: two embeddings, each a floating dtype and ``[rows, channels]``,
+    which need not be normalised, and the scale of their similarities (the inverse temperature), ``[]``. The scale is usually
+    ``log_scale.exp()`` of a parameter that CLIP initialises to ``log(1 / 0.07)``.
 
     With gradient accumulation the negatives come from one micro-batch on all ranks, not from the whole global batch: leave
     ``train.micro_batch_size`` at null where memory allows.
@@ -40,6 +40,16 @@ class Contrastive:
 
     Raises:
         ConfigError: If ``max_scale`` is not a positive number.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.data import Batch
+        >>> from dtrain.tasks import Contrastive
+        >>> columns = {"image": torch.rand(3, 8), "caption": torch.rand(3, 8)}
+        >>> batch = Batch(columns, ["a", "b", "c"], valid=torch.tensor([True, True, True]))
+        >>> output = Contrastive()(lambda images, texts: (images, texts, torch.tensor(14.3, requires_grad=True)), batch)
+        >>> sorted(output.metrics)
+        ['first_to_second', 'second_to_first']
     """
 
     def __init__(self, first: str = "image", second: str = "caption", max_scale: float = 100.0) -> None:

@@ -38,21 +38,31 @@ class LanguageModelling:
         tokens: Name of the field with rows of ``length + 1`` tokens, an integer dtype, as ``dtrain pack text`` writes.
         ignore: Token, such as padding, that is excluded from loss and count. It may be outside the vocabulary if only such
             tokens follow it in a row. None: the padding of the shards, if they have one.
-        bytes_per_token: Average number of bytes of text per token. None: the shards' value; if the tokens are bytes, they are
-            counted, and tokens from 256 on count as no bytes.
-        documents: ``none``, or ``mask``: no token attends to another document, and positions restart in each; the model is
-            called as ``model(tokens, documents=numbers)``, see ``dtrain.models.GPT``.
+        bytes_per_token: Average number of bytes of text per token, for ``bits_per_byte``. None: the value in the shards. If the
+            tokens are bytes, they are counted instead; tokens from 256 on, such as the end-of-text token, are not bytes.
+        documents: ``none``, or ``mask``: tokens attend only to their own document, and positions restart in each document; the
+            model is called as ``model(tokens, documents=numbers)``, see ``dtrain.models.GPT``.
         end_of_text: The token between documents. None: the shards' token.
         sample: Prompt that the model continues after each evaluation; the text is logged and kept with the run. An empty prompt
             begins a document. None: off.
         sample_tokens: Number of tokens to generate.
-        sample_temperature: For the model's method ``generate``; None: its default.
-        sample_top_k: As ``sample_temperature``.
+        sample_temperature: Argument ``temperature`` of the model's method ``generate``; None: its default.
+        sample_top_k: Argument ``top_k`` of the model's method ``generate``; None: its default.
         corpus: Description of the shards' tokens; set by dtrain.
 
     Raises:
         ValueError: If an option is impossible, there is no end-of-text token for ``documents=mask``, or the prompt cannot be
             encoded, for example because the package of the tokenizer is missing.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.data import Batch
+        >>> from dtrain.models import GPT
+        >>> from dtrain.tasks import LanguageModelling
+        >>> batch = Batch({"tokens": torch.randint(256, (2, 9))}, ["a", "b"], valid=torch.tensor([True, True]))
+        >>> output = LanguageModelling(bytes_per_token=1)(GPT(width=32, depth=1, context=8), batch)
+        >>> int(output.count), sorted(output.metrics)
+        (16, ['accuracy', 'bits_per_byte'])
     """
 
     counts = "tokens"

@@ -1,7 +1,8 @@
 """Losses per row, computed in fp32 regardless of autocast.
 
-The functions return one loss per row and do not average: a task sums the losses of its valid rows. They never subtract
-two large numbers to obtain a small one, so confident predictions give neither a loss of exactly 0 nor NaN.
+The cross-entropies return one loss per row, ``squared_error`` one per element; no function averages over rows, because a task
+sums the losses of its valid rows. No small number is computed as the difference of two large ones, so confident predictions
+give neither a loss of exactly 0 nor NaN.
 """
 
 from __future__ import annotations

@@ -15,12 +15,21 @@ from dtrain.training.task import Output, png
 class Regression:
     """Mean squared error between ``model(batch[input])`` and ``batch[target]``.
 
-    The loss of a row is the mean over its values.
+    The loss of a row is the mean over its values. Metric: ``mae``, the mean absolute error.
 
     Args:
         input: Name of the field passed to the model.
-        target: Name of the field with the target values, shape ``[rows, ...]``; of the shape of the prediction, or
-            ``[rows]`` where the prediction is ``[rows, 1]``. Role ``target`` (transfer dtype fp32).
+        target: Name of the field with the target values, shape ``[rows, ...]``: the shape of the prediction, or ``[rows]`` if
+            the prediction is ``[rows, 1]``. Declare it with role ``target`` (transfer dtype fp32).
+
+    Example:
+        >>> import torch
+        >>> from dtrain.data import Batch
+        >>> from dtrain.tasks import Regression
+        >>> batch = Batch({"x": torch.ones(2, 3), "y": torch.zeros(2)}, ["a", "b"], valid=torch.tensor([True, True]))
+        >>> output = Regression()(torch.nn.Linear(3, 1), batch)
+        >>> int(output.count), sorted(output.metrics)
+        (2, ['mae'])
     """
 
     def __init__(self, input: str = "x", target: str = "y") -> None:
@@ -31,7 +40,7 @@ class Regression:
         """Returns the loss and the metric ``mae``, the mean absolute error.
 
         Raises:
-            ValueError: If prediction and target differ in shape; names both.
+            DataError: If prediction and target differ in shape; names both.
         """
         predicted, target = model(batch[self._input]), batch[self._target]
         if target.dim() == 1 and predicted.shape == (len(target), 1):
@@ -50,12 +59,23 @@ _MAX_PIXELS = 16_000_000  # larger pictures are not logged
 class ImageFitting:
     """Fits one image: a network maps the coordinates of a pixel to its value.
 
-    A row of the batch is a part of the image, such as one line of pixels.
+    A row of the batch is a part of the image, such as one line of pixels. The loss is the mean over all pixel values. Metric:
+    ``accuracy``, the share of values on the correct side of 0.5.
 
     Args:
-        coordinates: Name of the field passed to the model, ``[rows, 2, height, width]``. Role ``coord``
+        coordinates: Name of the field passed to the model, ``[rows, 2, height, width]``. Declare it with role ``coord``
             (transfer dtype fp32).
         pixels: Name of the field with the pixel values, in [0, 1], ``[rows, channels, height, width]``.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.data import Batch
+        >>> from dtrain.models import CoordinateNet
+        >>> from dtrain.tasks import ImageFitting
+        >>> columns = {"coordinates": torch.rand(4, 2, 1, 8), "pixels": torch.rand(4, 1, 1, 8)}
+        >>> batch = Batch(columns, list("abcd"), valid=torch.ones(4, dtype=torch.bool))
+        >>> int(ImageFitting()(CoordinateNet(width=16), batch).count)  # 4 rows of 8 values
+        32
     """
 
     counts = "pixels"
@@ -67,10 +87,8 @@ class ImageFitting:
     def __call__(self, model: nn.Module, batch: Batch) -> Output:
         """Returns the squared error summed over pixel values, their count, and the metric ``accuracy``.
 
-        Accuracy is the share of values on the correct side of 0.5.
-
         Raises:
-            ValueError: If prediction and image differ in shape; names both.
+            DataError: If prediction and image differ in shape; names both.
         """
         predicted, pixels = model(batch[self._coordinates]), batch[self._pixels]
         errors = squared_error(predicted, pixels, "image fitting").flatten(1)
@@ -83,10 +101,10 @@ class ImageFitting:
     def illustrate(
         self, model: nn.Module, evaluation: Mapping[str, float], samples: Iterable[Batch]
     ) -> dict[str, bytes]:
-        """PNG logged after an evaluation: ``fit``, the target image with the fitted one to its right.
+        """The PNG file logged after an evaluation: ``fit``, the target image with the fitted one to its right.
 
-        Rows of the batch are stacked vertically in stored order. Empty if the image has neither 1 nor 3 channels, or too many
-        pixels.
+        The rows of the evaluation set are stacked vertically in stored order. Empty if the image has neither 1 nor 3 channels,
+        or too many pixels.
         """
         strips, pixels = [], 0
         for batch in samples:

@@ -1,6 +1,6 @@
 """Generated problems with known answers, for ``dtrain.data.Generated``.
 
-Each function that generates a sample takes the sample's number (unused) and a generator seeded from (seed, epoch, sample).
+``line``, ``polynomial`` and ``sine`` take the sample's number (unused) and a generator seeded from (seed, epoch, sample).
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ def polynomial(sample: int, rng: np.random.Generator, points: int = 1) -> Sample
 
 
 def sine(sample: int, rng: np.random.Generator, points: int = 1) -> Sample:
-    """Points of ``y = sin(sum of x / 2)`` with noise of standard deviation 0.1, ten normal x.
+    """Points of ``y = sin(sum of x / 2)`` with noise of standard deviation 0.1, for ten normally distributed x.
 
-    fp32, ``[points, 10]`` and ``[points, 1]``.
+    Returns:
+        ``x``, fp32 ``[points, 10]``, and ``y``, fp32 ``[points, 1]``.
     """
     x = rng.normal(0, 1, (points, 10))
     return _pair(x, np.sin(x.sum(axis=1, keepdims=True) / 2) + rng.normal(0, 0.1, (points, 1)))

@@ -1,10 +1,10 @@
-"""Trackers: where the records and media of a run are shown. Only rank 0 writes shared files.
+"""Trackers: the terminal, ``metrics.jsonl``, wandb, TensorBoard, MLflow and Trackio. Only rank 0 writes shared files.
 
 In reading order:
 
-* ``sinks``: the destinations of records and media; sinks that run in a background thread.
+* ``sinks``: the interface of a *sink*, a destination of records and media; ``metrics.jsonl``; sinks in a background thread.
 * ``console_sink``, ``wandb_sink`` (with ``wandb_artifacts``), ``tensorboard_sink``, ``mlflow_sink``, ``trackio_sink``: the
-  sinks besides ``metrics.jsonl``.
+  other sinks.
 * ``provenance``: versions, the device and the git commit, for trackers.
 """
 

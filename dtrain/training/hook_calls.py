@@ -2,22 +2,22 @@
 
 A *hook* is any object with a subset of these methods. All ranks call them at the same step, so a hook may call collectives.
 
-* ``on_start(run)``: before the first step of a start. ``run`` is the ``TrainState``, restored.
+* ``on_start(run)``: before the first step of a start. ``run`` is the restored ``TrainState``.
 * ``on_step(run, outcome)``: the outcome (``StepOutcome``) of step ``run.step.step`` is known. The gradients of the next step
   may have been computed already.
-* ``on_evaluation(run, result)``: an evaluation after the current step has ended; its result is an ``Evaluation``.
+* ``on_evaluation(run, result)``: the evaluation after the current step has ended. ``result`` is an ``Evaluation``.
 * ``on_save(run, path)``: a checkpoint of the current step was copied to host memory. A thread writes it to ``path``.
 * ``on_end(run, state)``: the loop has ended; ``state`` is ``finished`` or ``stopped``. Not called after an exception.
 
-A hook that reads metrics of evaluations may name them in an attribute ``reads_metrics``, such as ``["eval/loss"]``; a name that
-no evaluation will have is then refused before the first step.
+A hook that reads metrics of evaluations may list their names in an attribute ``reads_metrics``, such as ``["eval/loss"]``. A
+name that no evaluation will have is then refused before the first step.
 
-A hook may also have ``state_dict()`` and ``load_state_dict(state)``, with JSON values. A checkpoint has the state on rank 0, as
-of after ``on_step`` and ``on_evaluation`` of its step; every rank loads it before ``on_start``. Replays and forks do so too.
-A checkpoint that is saved because of an error may be without the ``on_step`` of its step.
-The state of a hook is found by its class, and by its position among the hooks of this class.
+A hook may also have ``state_dict()`` and ``load_state_dict(state)``, with JSON values. A checkpoint holds rank 0's state after
+``on_step`` and ``on_evaluation`` of its step; every rank loads it before ``on_start``, also in replays and forks. If a
+checkpoint is saved because of an error, ``on_step`` of its step may not have been called yet. A state belongs to the hook of
+the same class and the same position among the hooks of this class.
 
-An exception in a hook ends the run on all ranks. A hook that needs other points can set them up in ``on_start``:
+An exception in a hook ends the run on all ranks. A hook that has to act at other points can arrange this in ``on_start``:
 register module or optimizer hooks, or wrap public callables such as ``run.step.accumulate``, ``run.train_loader.epoch`` and
 ``run.checkpoints.save``, as ``benchmarks/fault_hook.py`` does.
 """
@@ -43,19 +43,19 @@ _STATE_METHODS = ("state_dict", "load_state_dict")
 
 
 class HookFailed(RuntimeError):
-    """A hook raised an exception, which is the cause."""
+    """A hook raised an exception, which is this error's ``__cause__``."""
 
 
 class Hooks:
     """The hooks of a run, called in the order of the config.
 
     Args:
-        hooks: Objects with a subset of ``METHODS``, by their names in errors.
+        hooks: Name for error messages to an object with a subset of ``METHODS``.
 
     Attributes:
         banner_rows: Their row in the start banner.
-        metrics: Hooks that read metrics of evaluations, and the names of the metrics.
-        notes: A line for each hook whose state was not in the restored checkpoint, and for each unused state.
+        metrics: Pairs (name of a hook, name of a metric of evaluations that it reads).
+        notes: One line for each hook whose state was not in the restored checkpoint, and for each unused state.
     """
 
     def __init__(self, hooks: Mapping[str, Any] | None = None) -> None:
@@ -97,7 +97,7 @@ class Hooks:
         """A copy of the states of the hooks that have one, by class and position among the hooks of this class.
 
         Raises:
-            HookFailed: If a state cannot be had, or has something else than JSON values.
+            HookFailed: If a ``state_dict`` raises an exception or returns anything but JSON values.
         """
         states = {}
         for key, (name, hook) in self._with_state.items():

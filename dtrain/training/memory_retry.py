@@ -248,7 +248,7 @@ class MemoryRetries:
         step, before = run.step.step + 1, run.train_loader.rows_per_micro_batch
         if any(interacts for _, interacts in said) or rows is None:
             raise OutOfMemory(
-                f"out of memory in step {step}, with micro-batches of {before} rows, on {where}. It is not done again with "
+                f"out of memory in step {step}, with micro-batches of {before} rows, on {where}. The step is not repeated with "
                 "fewer rows, because the task's loss of a row depends on the other rows of its micro-batch."
             )
         self._left -= 1

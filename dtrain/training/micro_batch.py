@@ -51,8 +51,8 @@ _STATES = 2
 #: Larger sizes than a computed one that are tried.
 _LARGER = 2
 _REFUSED = (
-    "train.micro_batch_size: got auto, which cannot be found here: {reason}, so a rank whose memory is exhausted would leave "
-    "the others waiting. `dtrain doctor memory` with the arguments of this run computes what fits; name it."
+    "train.micro_batch_size: got auto, which cannot be determined here: {reason}, so a rank that runs out of memory would "
+    "leave the others waiting. `dtrain doctor memory` with the arguments of this run computes what fits; set that number."
 )
 
 
@@ -70,7 +70,7 @@ def choose_micro_batch(run: TrainState) -> list[str]:
     if isinstance(loader, StreamLoader):
         raise ConfigError(
             "train.micro_batch_size: got auto, but a stream (data=iterable) resumes within an epoch only with the same "
-            "micro-batches. `dtrain doctor memory` with the arguments of this run computes what fits; name it."
+            "micro-batches. `dtrain doctor memory` with the arguments of this run computes what fits; set that number."
         )
     key = _key(run)
     known = from_rank0(lambda: _known(run.run_dir, key))

@@ -27,12 +27,17 @@ _DURATIONS = "a number of steps, or text such as '500 steps', '5 epochs', '50_00
 
 @dataclass(frozen=True)
 class Lengths:
-    """Lengths that durations are converted with.
+    """The lengths that are needed to convert durations to steps.
 
     Args:
         horizon: Steps of the run.
         steps_per_epoch: Steps of an epoch.
         global_batch_size: Samples of a step.
+
+    Example:
+        >>> from dtrain.training.schedule import Lengths
+        >>> Lengths(horizon=1000, steps_per_epoch=100, global_batch_size=64).in_steps({"warmup": "5 %", "cooldown": "2 epochs"})
+        {'warmup': 50, 'cooldown': 200}
     """
 
     horizon: int
@@ -40,10 +45,10 @@ class Lengths:
     global_batch_size: int
 
     def in_steps(self, value: Any) -> Any:
-        """``value`` with every duration in it, also in lists and mappings, as a whole number of steps.
+        """``value`` with every duration in it, also in lists and mappings, replaced by a whole number of steps.
 
         Raises:
-            ValueError: If text begins with a number but is no duration.
+            ValueError: If a text begins with a number but is not a duration.
         """
         if isinstance(value, str) and (found := _DURATION.fullmatch(value)):
             amount = float(found[1].replace("_", ""))
@@ -92,7 +97,8 @@ def check_length(train: TrainConfig) -> None:
 def step_limits(train: TrainConfig, loader: ShardLoader, step: int) -> dict[str, int]:
     """The attempted step after which each limit ends the run, such as ``{"train.max_epochs": 276}``.
 
-    Below ``step`` if the run is beyond the limit. ``loader`` is at the committed position, after ``step`` attempted steps.
+    It is below ``step`` if the run is already past the limit. ``loader`` is at the committed position, after ``step`` attempted
+    steps.
     """
     limits = {"train.max_steps": train.max_steps} if train.max_steps is not None else {}
     if train.max_epochs is not None:
@@ -106,16 +112,16 @@ def last_step(train: TrainConfig, loader: ShardLoader, step: int) -> int:
 
 
 def cut_short(schedule: Callable[[int], float], train: TrainConfig, loader: ShardLoader, last_step: int) -> str:
-    """Why a run ends before the learning rate is where its schedule ends; ``""`` if it does not.
+    """Why a run ends before the end of its learning-rate schedule; ``""`` if it does not.
 
     Args:
-        schedule: The schedule; a user's may have no ``horizon``.
-        train: Has the limits of the run.
-        loader: Of the run.
+        schedule: The schedule; a user's schedule may have no ``horizon``.
+        train: The config section with the limits of the run.
+        loader: The run's training loader.
         last_step: Attempted step after which the run is finished.
 
     Returns:
-        Such as ``cut short by train.max_steps=60``.
+        For example ``cut short by train.max_steps=60``.
     """
     horizon = getattr(schedule, "horizon", None) or schedule_horizon(train, loader)
     if last_step >= horizon or schedule(last_step) == schedule(horizon):
@@ -130,10 +136,16 @@ class WarmupConstant:
 
     Args:
         horizon: Steps of the run.
-        warmup: Steps that warm up, the first of them at ``1 / warmup``.
+        warmup: Steps of the warm-up; the first has the factor ``1 / warmup``.
 
     Raises:
-        ValueError: If there is no step, or the warm-up is longer than the run.
+        ValueError: If ``horizon`` is below 1, or the warm-up is longer than the run.
+
+    Example:
+        >>> from dtrain.training.schedule import WarmupConstant
+        >>> schedule = WarmupConstant(horizon=100, warmup=4)
+        >>> [schedule(applied_steps) for applied_steps in range(5)]
+        [0.25, 0.5, 0.75, 1.0, 1.0]
     """
 
     horizon: int
@@ -152,9 +164,14 @@ class WarmupCosine(WarmupConstant):
     """Linear warm-up, then half a cosine (Loshchilov and Hutter, "SGDR", 2017, without restarts).
 
     Args:
-        horizon: Steps of the run, the warm-up included.
-        warmup: Steps that warm up.
+        horizon: Steps of the run, including the warm-up.
+        warmup: Steps of the warm-up.
         final_fraction: The factor at the horizon and beyond.
+
+    Example:
+        >>> from dtrain.training.schedule import WarmupCosine
+        >>> WarmupCosine(horizon=100, final_fraction=0.1)(100)
+        0.1
     """
 
     final_fraction: float = 0.0
@@ -169,15 +186,21 @@ class WarmupCosine(WarmupConstant):
 
 @dataclass(frozen=True)
 class WarmupTrapezoid(WarmupConstant):
-    """Linear warm-up, 1, and a straight line down over the last steps (Hägele et al. 2024).
+    """Linear warm-up, constant factor 1, and linear cool-down over the last steps (Hägele et al. 2024).
 
-    A warm-up and a cool-down that fill the run make a triangle; where they overlap, the lower line counts.
+    If warm-up and cool-down fill the run, the schedule is a triangle. If they overlap, the smaller factor applies.
 
     Args:
         horizon: Steps of the run.
-        warmup: Steps that warm up.
-        cooldown: Steps that cool down.
+        warmup: Steps of the warm-up.
+        cooldown: Steps of the cool-down.
         final_fraction: The factor at the horizon and beyond.
+
+    Example:
+        >>> from dtrain.training.schedule import WarmupTrapezoid
+        >>> schedule = WarmupTrapezoid(horizon=100, warmup=10, cooldown=20)
+        >>> schedule(50), schedule(90)
+        (1.0, 0.5)
     """
 
     cooldown: int = 0
@@ -196,16 +219,22 @@ class WarmupTrapezoid(WarmupConstant):
 
 @dataclass(frozen=True)
 class WarmupSteps(WarmupConstant):
-    """Linear warm-up, then a factor less at each milestone (He et al. 2016 and Goyal et al. 2017).
+    """Linear warm-up, then multiplied by ``factor`` at each milestone (He et al. 2016 and Goyal et al. 2017).
 
     Args:
         horizon: Steps of the run.
-        warmup: Steps that warm up.
-        milestones: Steps after which the rate falls, ascending.
-        factor: Multiplied with the rate at each milestone.
+        warmup: Steps of the warm-up.
+        milestones: Steps after which the learning rate falls, in ascending order.
+        factor: The learning rate is multiplied by this at each milestone.
 
     Raises:
-        ValueError: If the milestones do not ascend.
+        ValueError: If the milestones are not in ascending order.
+
+    Example:
+        >>> from dtrain.training.schedule import WarmupSteps
+        >>> schedule = WarmupSteps(horizon=90, milestones=[30, 60], factor=0.5)
+        >>> schedule(0), schedule(30), schedule(60)
+        (1.0, 0.5, 0.25)
     """
 
     milestones: Sequence[int] = ()
@@ -229,6 +258,6 @@ def _require_steps(horizon: int, **part: int) -> None:
     ((name, steps),) = part.items()
     if horizon < 1 or not 0 <= steps <= horizon:
         raise ValueError(
-            f"got horizon {horizon} and {name} {steps}; want at least one step, and a part of them. Durations are "
-            f"{_DURATIONS}."
+            f"got horizon {horizon} and {name} {steps}; want a horizon of at least 1, and 0 <= {name} <= horizon. Durations "
+            f"are {_DURATIONS}."
         )

@@ -30,8 +30,8 @@ In plain code, with the method of ``TrainStep`` that contains each part::
 
 * An *accumulation window* is the micro-batches of one step. DDP averages its gradients over the ranks in the backward of its
   last micro-batch.
-* The *vote* is one all-reduce of control data, also of stop and save requests. From the same sums every rank takes the same
-  decision: update the parameters, or *skip* the step.
+* The *vote* is one all-reduce of control data, including stop and save requests. All ranks get the same sums and therefore take
+  the same decision: update the parameters, or *skip* the step.
 * *Nominal* is the global batch size, and ``count`` the number of valid rows in the global batch. One multiplication turns
   the gradients into gradients of the mean loss over all valid rows, for any split into ranks and micro-batches.
 * With a fused optimizer on a GPU the decision stays on the device. The host queues the step and reads the result of the vote
@@ -113,10 +113,10 @@ class StepOutcome:
 
     Attributes:
         step: Number of the attempted step, from 1.
-        applied_steps: Applied steps up to and including it.
+        applied_steps: Number of applied steps up to and including this one.
         lr: Learning rate of the first parameter group.
-        lrs: Learning rates of parameter groups with a name, if there are several.
-        grad_norm: Norm of the gradient of the mean loss before clipping; NaN if the step was skipped for an overflow.
+        lrs: Learning rates of the named parameter groups, if there are several.
+        grad_norm: Norm of the gradient of the mean loss before clipping; NaN if the step was skipped because of an overflow.
         stats: Sums over all ranks (loss, count, metrics, samples, bad samples, requests), and whether the step was applied.
     """
 
@@ -151,22 +151,22 @@ class TrainStep:
         True
 
     Args:
-        model: The model: wrapped in DDP, or sharded, if there are several ranks.
+        model: The model, wrapped in DDP or sharded if there are several ranks.
         task: Returns the loss sum and the count of a micro-batch.
-        optimizer: Over parameters of the model.
+        optimizer: The optimizer of the model's parameters.
         world: The ranks.
         precision: Provides autocast for forward and loss.
-        loss_scale: Scale of the gradients; None where they are not scaled.
-        nominal: Rows of a full global batch.
-        schedule: Learning-rate factor for a number of applied steps.
-        clip_norm: Maximum norm of the gradient of the mean loss; None does not clip.
-        ema: Averaged weights, updated after applied steps; None without.
+        loss_scale: Scale of the gradients; None: they are not scaled.
+        nominal: Number of rows of a full global batch.
+        schedule: ``schedule(applied_steps)`` returns the factor of the learning rate.
+        clip_norm: Maximum norm of the gradient of the mean loss; None: no clipping.
+        ema: Averaged weights, updated after applied steps; None: no averaging.
         seed: Seeds random operations such as dropout, together with step, micro-batch and rank.
-        max_consecutive_skips: This many skipped steps in a row raise ``TooManySkips`` on every rank. None is 50 with a
+        max_consecutive_skips: After this many skipped steps in a row, every rank raises ``TooManySkips``. None: 50 with a
             loss scale, which skips steps until it has adapted, and 10 without.
-        reduce_each: With a sharded model: reduce gradients in each micro-batch, not in the last one only.
-        spikes: Finds spikes of the gradient norm, and may skip them; None does not.
-        frozen: Parameters that are not trained until a step; None: none.
+        reduce_each: With a sharded model: reduce gradients in each micro-batch instead of only in the last one.
+        spikes: Settings for finding, and perhaps skipping, spikes of the gradient norm; None: off.
+        frozen: Parameters that are not trained up to a certain step; None: none.
 
     Attributes:
         model: The argument.
@@ -263,7 +263,7 @@ class TrainStep:
     # -- one step: accumulate, settle the previous step, apply
 
     def accumulate(self, window: Iterable[Batch], micro_batches: int, *, first: int = 0) -> None:
-        """Forward and backward of each micro-batch of an accumulation window; the last backward averages over the ranks.
+        """Runs forward and backward of each micro-batch of an accumulation window; the last backward averages over the ranks.
 
         Args:
             window: The micro-batches, on the device.
@@ -272,7 +272,7 @@ class TrainStep:
 
         Raises:
             WrongOutput: If the task does not return an ``Output``, or its loss has no gradient.
-            RuntimeError: If the window has a different number of micro-batches, so that no backward averaged over the ranks.
+            RuntimeError: If the number of micro-batches is not ``micro_batches``, so that no backward averaged over the ranks.
         """
         # A skipped step must also restore BatchNorm's running statistics, which the forward changes.
         self._buffers.save()
@@ -328,9 +328,9 @@ class TrainStep:
         self._unapplied = done > 0
 
     def cannot_compute(self, metrics: Collection[str] | None = None) -> None:
-        """Collective with ``accumulate`` of the other ranks. In its place, after the memory of this rank was exhausted.
+        """Takes the place of ``accumulate`` on a rank that ran out of memory; collective with ``accumulate`` on the others.
 
-        All ranks will skip the step, and ``settle`` raises ``StepOutOfMemory`` on each of them.
+        All ranks then skip the step, and ``settle`` raises ``StepOutOfMemory`` on each of them.
 
         Args:
             metrics: Names of the task's metrics, if no micro-batch has had them yet.
@@ -451,7 +451,7 @@ class TrainStep:
         self._unsettled, self._is_open = True, False
 
     def drop_window(self) -> None:
-        """Drops a window that was not applied: its gradients, sums and changes of buffers."""
+        """Drops a window that was not applied: its gradients, its sums and its changes to buffers."""
         if self._is_open:
             self._buffers.restore(torch.ones((), dtype=torch.bool, device=self.world.device))
         self._is_open = self._unapplied = False
@@ -460,10 +460,10 @@ class TrainStep:
         drop_gradients(self.optimizer)
 
     def begin_again(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
-        """Collective. After ``StepOutOfMemory``: drops the window that was begun since, and wraps the bare model anew.
+        """Collective. After ``StepOutOfMemory``: drops the window that was begun since, and wraps the bare model again.
 
         Args:
-            wrap: Wraps the bare model in DDP, if there are several ranks: the old one may wait for a backward for ever.
+            wrap: Wraps the bare model in DDP, if there are several ranks: the old DDP may wait for a backward forever.
         """
         self.abandon()
         self._exhausted, self._first_window, self._shared_gradients = False, True, None
@@ -479,7 +479,7 @@ class TrainStep:
         return isinstance(self._unfinished, UnfinishedShardedWindow) and self._unfinished.is_recorded
 
     def rehearse(self, batch: Batch) -> None:
-        """Collective. With a sharded model: notes the collectives of micro-batches, for ``cannot_compute``; changes nothing.
+        """Collective. With a sharded model: records the collectives of a micro-batch, for ``cannot_compute``; changes nothing.
 
         Args:
             batch: A few rows, on the device.
@@ -501,7 +501,7 @@ class TrainStep:
         self._buffers.restore(torch.ones((), dtype=torch.bool, device=self.world.device))
 
     def abandon(self) -> None:
-        """Drops a window that was not applied, and DDP: the bare model is as after the last applied step."""
+        """Drops a window that was not applied, and DDP; the bare model is then as it was after the last applied step."""
         self.drop_window()
         if self.model is not self.bare_model:
             # Drop every reference to the process group, so that its connections close.
@@ -554,9 +554,9 @@ class TrainStep:
         return "\n".join(self._diagnosis.findings(self.world.size))
 
     def gradients(self) -> dict[int, list[Tensor]]:
-        """This rank's gradients, or its parts of them, by the number of ranks that hold the same numbers.
+        """This rank's gradients, or its parts of them, grouped by the number of ranks that hold the same values.
 
-        They are multiplied by the loss scale, and divided by the size of a full global batch instead of the count.
+        They are multiplied by the loss scale, and divided by the size of a full global batch instead of by the count.
         """
         parameters = parameters_of(self.optimizer)
         if not self._other_copies:

@@ -3,7 +3,7 @@
 * A *task* is any object with ``__call__(model, batch) -> Output``; there is no base class. It runs under autocast, computes
   its loss in fp32 and leaves masked rows (``batch.valid`` false) out of both the sums and the counts.
 * An ``Output`` has *sums and counts*, never means. The trainer adds them up over micro-batches and ranks and divides once, so
-  that a step's loss is the mean over all valid samples of the global batch for any split.
+  that a step's loss is the mean over all valid samples of the global batch, however it is split.
 * A *table* is a tensor of counts, such as a confusion matrix. Only evaluations add tables up.
 """
 
@@ -37,6 +37,14 @@ class Output:
 
     Raises:
         WrongOutput: If ``loss_sum``, a metric or a table has the wrong type, dtype or shape, or ``count`` is a negative number.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.training.task import Output
+        >>> class MyTask:  # the config names it: task={_target_: my_package.MyTask}
+        ...     def __call__(self, model, batch):
+        ...         errors = (model(batch["x"]) - batch["y"]).float().square().mean(dim=1)
+        ...         return Output(errors[batch.valid].sum(), batch.valid.sum())
     """
 
     loss_sum: Tensor
@@ -78,17 +86,24 @@ class Task(Protocol):
     def __call__(self, model: nn.Module, batch: Batch) -> Output:
         """Runs the model on ``batch`` and sums its loss over the rows where ``batch.valid`` is true.
 
-        Before the first step of a run it is called three more times, to check that its sums add up. If ``checkpoint.best``
-        names a metric, a copy of the task is also called once in evaluation mode, and then its ``conclude``.
-        For a model with BatchNorm a training batch has no masked rows, except if fewer than two rows are valid
-        (``dtrain.training.setup.batchnorm``).
+        Before the first step of a run it is called three additional times, to check that its sums add up. If
+        ``checkpoint.best`` names a metric, a copy of the task is also called once in evaluation mode, and then its
+        ``conclude``. For a model with BatchNorm, masked rows are removed from training batches unless fewer than two rows are
+        valid (``dtrain.training.setup.batchnorm``).
+
+        Args:
+            model: The model, wrapped for training or bare in evaluations; call it as ``model(...)``.
+            batch: A micro-batch on the device.
+
+        Returns:
+            Sums and counts over the valid rows.
         """
         ...
 
 
 @runtime_checkable
 class ConcludingTask(Protocol):
-    """A task with evaluation metrics that it computes from the others and from its tables, such as a perplexity or a mean IoU.
+    """A task that computes further evaluation metrics from its summed metrics and tables, such as perplexity or mean IoU.
 
     Example:
         >>> class SegmentationTask:  # its calls return Output(..., tables={"confusion": counts})
@@ -115,17 +130,18 @@ class ConcludingTask(Protocol):
 
 @runtime_checkable
 class MetricTask(Protocol):
-    """A task whose predictions and targets the metrics of ``train.metrics`` get."""
+    """A task that provides predictions and targets for the metrics of ``train.metrics``."""
 
     def metric_inputs(self, model: nn.Module, batch: Batch) -> tuple[Any, Any]:
         """Called on every rank in evaluations, immediately before the task with the same model and batch, under autocast.
 
         Args:
             model: The bare model.
-            batch: A micro-batch on the device. The task may keep its forward of this batch for the call that follows.
+            batch: A micro-batch on the device. The task may keep the result of its forward for the call that follows.
 
         Returns:
-            What the metrics' ``update(preds, target)`` takes, of the valid rows only; not called if ``target`` is empty.
+            The arguments of the metrics' ``update(preds, target)``, for the valid rows only; ``update`` is not called if
+            ``target`` is empty.
         """
         ...
 
@@ -142,8 +158,8 @@ class IllustratingTask(Protocol):
         Args:
             model: The bare model. The other ranks do not run it, so it must not call collectives.
             evaluation: The result, with the task's tables.
-            samples: The whole evaluation set in stored order, on the device, for any number of ranks. It is read lazily:
-                iterate over as few batches as needed.
+            samples: Batches of the whole evaluation set in stored order, on the device, for any number of ranks. They are read
+                lazily: iterate over as few as needed.
 
         Returns:
             Name to content: the bytes of a PNG file, or a text. Names consist of letters, digits, ``_``, ``-`` and ``.``.
@@ -153,12 +169,18 @@ class IllustratingTask(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Evaluation(Mapping[str, float]):
-    """The result of an evaluation, equal on all ranks; as a mapping it is its metrics.
+    """The result of an evaluation, equal on all ranks: a mapping of metric names to values.
 
     Attributes:
-        metrics: ``loss``, the task's metrics, ``samples``, ``bad_samples``, those of ``train.metrics``, and the metrics of
-            ``ConcludingTask.conclude``, which is called with an evaluation that lacks them.
+        metrics: ``loss``, the task's metrics, ``samples``, ``bad_samples``, the metrics of ``train.metrics``, and those that
+            ``ConcludingTask.conclude`` returns (its own argument does not have them yet).
         tables: The task's tables, summed over all valid samples of all ranks: int64, on the CPU.
+
+    Example:
+        >>> from dtrain.training.task import Evaluation
+        >>> result = Evaluation({"loss": 0.25, "accuracy": 0.9})
+        >>> result["loss"], result.record()
+        (0.25, {'eval/loss': 0.25, 'eval/accuracy': 0.9})
     """
 
     metrics: Mapping[str, float]
@@ -187,15 +209,15 @@ class NotFinite(ConfigError):
 
 
 class WrongOutput(Explained, TypeError):
-    """A task returned, or tried to make, something that is no sum with a count."""
+    """A task returned something other than a valid ``Output``, or passed wrong values to ``Output``."""
 
 
 def run_task(task: Task, model: nn.Module, batch: Batch) -> Output:
     """Calls a task.
 
     Raises:
-        WrongOutput: If it returns something else than an ``Output``, such as a mean, or an ``Output`` cannot be made of its
-            values; names the task.
+        WrongOutput: If it returns anything but an ``Output``, such as a mean, or passes wrong values to ``Output``; names the
+            task.
     """
     try:
         return require_output(task(model, batch))
@@ -222,7 +244,7 @@ def _shapes(batch: Batch) -> str:
 
 
 def no_gradient(task: Task) -> WrongOutput:
-    """The error of a loss that nothing can be learned from."""
+    """The error for a loss without a gradient."""
     return WrongOutput(
         f"task: {_name(task)}: Output.loss_sum has no gradient. It was computed under torch.no_grad() or from detached "
         "tensors, or does not depend on a parameter that is trained."
@@ -233,7 +255,7 @@ def require_output(output: object) -> Output:
     """Returns the argument if it is an ``Output``.
 
     Raises:
-        WrongOutput: If it is something else, such as a mean.
+        WrongOutput: If it is anything else, such as a mean.
     """
     if isinstance(output, Output):
         return output
@@ -266,9 +288,9 @@ def png(pixels: np.ndarray) -> bytes:
 
 
 def copy_of_task(task: Task) -> Task:
-    """A copy for a call that must leave no trace in a task that keeps something of each call, such as a queue or counter.
+    """A copy of a task, for a call that must not change the task's state, such as a queue or a counter.
 
-    Parameters, such as a teacher's, are not copied. A task that cannot be copied is returned itself.
+    Parameters, such as those of a teacher model, are not copied. A task that cannot be copied is returned itself.
     """
     modules = [it for it in (task, *getattr(task, "__dict__", {}).values()) if isinstance(it, nn.Module)]
     try:

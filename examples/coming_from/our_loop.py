@@ -1,4 +1,4 @@
-"""A loop of your own: torchrun --standalone --nproc-per-node=2 examples/coming_from/our_loop.py"""
+"""A hand-written loop: torchrun --standalone --nproc-per-node=2 examples/coming_from/our_loop.py"""
 
 import torch
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""What the programs of this folder share: a network, and for the other frameworks the digits as a dataset of PyTorch."""
+"""Shared by the programs in this folder: a network, and, for the other frameworks, the digits as a PyTorch dataset."""
 
 from __future__ import annotations
 
@@ -30,6 +30,6 @@ def digits(split: str) -> TensorDataset:
 
 @torch.no_grad()
 def accuracy(model: nn.Module) -> float:
-    """On the test digits."""
+    """Accuracy on the test digits."""
     images, labels = digits("test").tensors
     return float((model.eval()(images).argmax(dim=1) == labels).float().mean())

@@ -2,7 +2,7 @@
 
     python examples/image_text/shapes.py shapes
 
-An image shows one shape on a background; its caption, such as "a large red circle at the top left, on blue", is the txt, and
+An image shows one shape on a background. Its caption, such as "a large red circle at the top left, on blue", is in the txt, and
 in the json under ``caption``.
 """
 

@@ -1,4 +1,4 @@
-"""A model of pairs: one network for images, one for captions, as in CLIP."""
+"""A model for pairs: one network for images and one for captions, as in CLIP."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Lesson: one small training in fp32, bf16 and fp16, its results side by side, and what each costs.
+"""Lesson: one small training in fp32, bf16 and fp16, with its results and costs side by side.
 
     python examples/lessons/checkerboard.py [--out FOLDER] [--steps N]
 
-A network learns the brightness of a checkerboard's pixels from their coordinates, from 2,048 random pixels in each step, and
+A network learns the brightness of a checkerboard's pixels from their coordinates, with 2,048 random pixels per step, and
 then draws all 512x512 pixels. Parameters stay fp32; autocast computes the layers in 16 bits. The printed
 memory is for one forward and backward of all pixels.
 """
@@ -38,7 +38,7 @@ class Features(nn.Module):
         self.register_buffer("frequencies", 12 * torch.randn(2, count))
 
     def forward(self, coordinates: torch.Tensor) -> torch.Tensor:
-        """``[n, 2]`` -> ``[n, 2 * count]``, in fp32: a sine of a large argument needs all its digits."""
+        """``[n, 2]`` -> ``[n, 2 * count]``, in fp32: the sine of a large argument needs all of its digits."""
         with torch.autocast("cpu", enabled=False):
             angle = coordinates @ self.frequencies
             return torch.cat([angle.sin(), angle.cos()], dim=1)
@@ -53,7 +53,7 @@ def board() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(precision: str, steps: int) -> tuple[np.ndarray, dict[str, float]]:
-    """Trains on one core. Returns the picture, and its error, CPU time of a step and memory by the names of the columns."""
+    """Trains on one core. Returns the picture; and its error, the CPU time per step and the memory, by column name."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     coordinates, brightness = board()

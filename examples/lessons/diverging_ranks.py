@@ -2,9 +2,9 @@
 
     python examples/lessons/diverging_ranks.py [--out FOLDER]
 
-Starts two processes. Each owns the parameters of one layer, as ZeRO and FSDP divide them: gradients are averaged over the
-ranks, each rank updates its own layer and sends it to the other rank. In four steps a gradient of rank 1's layer overflows.
-First every rank has its own ``torch.amp.GradScaler``, then dtrain's ``CrossRankGradScaler``.
+Starts two processes. Each owns the parameters of one layer, similar to ZeRO and FSDP: gradients are averaged over the ranks,
+and each rank updates its own layer and sends it to the other rank. In four steps, a gradient of rank 1's layer overflows. The
+training runs twice: with a separate ``torch.amp.GradScaler`` on each rank, and with dtrain's ``CrossRankGradScaler``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all lessons share: their command line, and how they end."""
+"""Shared by all lessons: their command line, and their last lines."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ except ModuleNotFoundError:
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Options of a lesson, with ``--out`` and its docstring as help."""
+    """The parser of a lesson: the option ``--out``, and the lesson's docstring as help."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=_folder, default=Path("."), help="folder of the picture")
     return parser
 
 
 def finish(figure: Figure, file: Path, *sentences: str) -> None:
-    """Writes the picture, and prints its name and what is to be learned."""
+    """Writes the picture, and prints its name and the conclusion of the lesson."""
     figure.savefig(file, dpi=110)
     print("", file, *sentences, sep="\n")
 

@@ -1,4 +1,4 @@
-"""A model with a softmax written by hand, which overflows in fp16: something to find for ``dtrain doctor numerics``.
+"""A model with a hand-written softmax that overflows in fp16, which ``dtrain doctor numerics`` finds.
 
     dtrain doctor numerics experiment=digits precision=fp16 steps=3 \\
         'model={_target_: examples.lessons.naive_softmax.CosineClassifier}'
@@ -15,7 +15,7 @@ class CosineClassifier(nn.Module):
     """Compares features of an image with one prototype per class, as contrastive models do. Returns log-probabilities.
 
     Args:
-        temperature: The cosines are divided by it. 1 / 0.02 = 50, and fp16 ends at exp(11.09).
+        temperature: The cosines are divided by it: 1 / 0.02 = 50, but the largest fp16 number is exp(11.09).
         stable: Computes the same with ``log_softmax``.
     """
 

@@ -2,7 +2,7 @@
 
     python examples/lessons/number_formats.py [--out FOLDER]
 
-Prints range and precision of each format, what becomes of some numbers, and draws the distance between neighbouring numbers.
+Prints the range and precision of each format and how it rounds some numbers; draws the distance between neighbouring numbers.
 """
 
 from __future__ import annotations

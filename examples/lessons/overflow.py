@@ -2,8 +2,8 @@
 
     python examples/lessons/overflow.py [--out FOLDER]
 
-First losses written by hand, which overflow in the forward. Then a training whose loss scale begins too high: steps are skipped
-and the scale is halved until the gradients fit; later it grows until they do not, again and again.
+First, hand-written losses that overflow in the forward. Then, a training whose loss scale begins too high: steps are skipped
+and the scale is halved until the gradients fit; later it repeatedly grows until they no longer fit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STEPS = 240
 
 
 def naive_log_softmax(logits: Tensor) -> Tensor:
-    """The formula of the textbook; exp(12) is larger than fp16's largest number, 65,504."""
+    """The textbook formula; exp(12) is larger than the largest fp16 number, 65,504."""
     exponentials = logits.exp()
     return (exponentials / exponentials.sum(dim=-1, keepdim=True)).log()
 
@@ -108,7 +108,7 @@ def train() -> tuple[list[float], list[int], list[float]]:
 
 
 def main(out: Path) -> None:
-    """Prints two tables and the story of the scale, and draws it."""
+    """Prints two tables and the changes of the scale, and draws them."""
     softmax_table()
     loss_table()
     scales, skipped, losses = train()

@@ -2,8 +2,8 @@
 
     python examples/lessons/underflow.py [--out FOLDER]
 
-A network with 10, 20 and 1 units learns a sine. Its loss has a small weight, as an auxiliary loss may have, or as each pixel
-has in the mean over an image of a megapixel. So its gradients are tiny.
+A network with 10, 20 and 1 units learns a sine. Its loss has a small weight, like that of an auxiliary loss, or of one pixel in
+the mean over a megapixel image. So its gradients are tiny.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a sample holds, and how its bytes become values.
+"""The fields of a sample, and how their bytes are decoded.
 
 Files in reading order:
 
 * ``field``: the declaration of a field, and the errors of samples.
-* ``parse``: fields of a config.
+* ``parse``: reads fields from a config.
 * ``decode``: images, arrays, numbers and text; ``media``: audio and video; ``tokenizers``; ``crop``;
   ``regions``: masks and boxes.
 """

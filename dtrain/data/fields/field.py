@@ -10,8 +10,8 @@
   ``{"json": [{"name": "label", "role": "label", "key": "meta.label"}, {"name": "caption", "role": "text", "key":
   "caption"}]}``.
 * *Regions* of an image, masks and boxes, are cropped, resized and mirrored together with it (``regions``).
-* A ``SampleError`` means that one sample's bytes are bad: the loader masks that sample. A ``DataError`` means that
-  samples and configuration do not fit each other; it ends the run, as every other error does.
+* A ``SampleError`` means that one sample's bytes are bad: the loader masks that sample. A ``DataError`` means that the data
+  do not match the configuration; it ends the run, as every other error does.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SampleError(ValueError):
 
 
 class DataError(Explained, ValueError):
-    """Samples do not fit their fields, the transfer dtype, the task or the model."""
+    """The data do not match the declared fields, the transfer dtype, the task or the model; ends the run."""
 
 
 class NoSuchField(DataError, KeyError):
@@ -109,7 +109,7 @@ class Field:
             any length. With ``tokenizer``: tokens of a row; required. With the role audio: samples of a row, cut from a
             longer recording (``clip``); a shorter one is padded with zeros, and the batch then also has ``<name>_mask``,
             bool ``[rows, length]``, false where a row is padded. None keeps all; they must then be equally long. With the role
-            boxes: the largest number of boxes of a sample; required. Fewer are padded with zeros, and the batch then also has
+            boxes: the maximum number of boxes per sample; required. Fewer are padded with zeros, and the batch then also has
             ``<name>_count``, int64 ``[rows]``. A sample with more boxes is a bad sample.
         key: Where the value is inside a json member, such as ``meta.label``; list indices are numbers, ``boxes.0``. The
             roles label and id take integers (or nested lists of equal length of them), as int64; feature, target, coord
@@ -133,6 +133,12 @@ class Field:
 
     Raises:
         ValueError: If a value is impossible, or options exclude each other; names the field.
+
+    Example:
+        >>> from dtrain.data.fields import parse_fields  # builds them from the argument ``fields`` of ShardLoader
+        >>> [image, label] = parse_fields({"jpg": {"name": "image", "size": 224}, "cls": {"name": "label"}})
+        >>> image.role, image.size, label.role
+        ('image', (224, 224), 'label')
     """
 
     ext: str
@@ -190,7 +196,7 @@ class Field:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names in the batch: its own, and its mask's if its rows are padded (tokens, and audio with a length); or a count."""
+        """The columns of the batch that the field gives: ``name``; for padded rows also ``<name>_mask`` or ``<name>_count``."""
         if self.role == "boxes":
             return self.name, f"{self.name}_count"
         padded = self.tokenizer is not None or (self.role == "audio" and self.length is not None)
@@ -315,7 +321,7 @@ class Field:
             )
         if self.role == "boxes" and self.length is None:
             raise ValueError(
-                f"field {self.name!r}: role boxes without length. Set the most boxes that a sample has: length: 50."
+                f"field {self.name!r}: role boxes without length. Set the maximum number of boxes per sample: length: 50."
             )
         if not 0 <= self.ignore <= 255:
             raise ValueError(f"field {self.name!r}: ignore {self.ignore}, want a number from 0 to 255.")

@@ -46,6 +46,12 @@ class Tokenizer:
         ValueError: If the specification is invalid, or a ``tokenizers:FILE`` has no end-of-text token.
         ModuleNotFoundError: If the package of the tokenizer is missing; names the pip command.
         OSError: If the vocabulary cannot be read.
+
+    Example:
+        >>> from dtrain.data.fields.tokenizers import Tokenizer
+        >>> tokenizer = Tokenizer("bytes")
+        >>> tokenizer.encode("Hi").tolist(), tokenizer.decode([72, 105]), tokenizer.vocab_size
+        ([72, 105], 'Hi', 257)
     """
 
     def __init__(self, spec: str, end_token: str | None = None) -> None:
@@ -140,9 +146,9 @@ class Tokenizer:
 
         Args:
             text: The text, or a piece of a longer one.
-            before: The text that precedes a piece, as far as its tokens may depend on it.
-            after: The text that follows. Together the pieces of a text give the tokens of the whole; each gives those that
-                begin in it.
+            before: If ``text`` is a piece of a longer text: what precedes it, as far as the tokens may depend on it.
+            after: Likewise, what follows it. Each piece gives the tokens that begin in it, so the pieces of a text together
+                give the tokens of the whole.
 
         Raises:
             ValueError: If a character is not in a vocabulary of characters; names it.
@@ -248,7 +254,7 @@ class Corpus:
 
     @staticmethod
     def is_described_by(path: Path) -> bool:
-        """Whether ``dtrain pack text`` wrote this ``dataset.json``: other tools use the name, too. True if it is unreadable."""
+        """Whether ``dtrain pack text`` wrote this ``dataset.json``; other tools use the name too. True if it is unreadable."""
         try:
             stored = read_json(path)
         except (OSError, ValueError):

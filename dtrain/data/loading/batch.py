@@ -37,12 +37,22 @@ class Batch(dict[str, Any]):
     """A micro-batch of one rank; ``batch[name]`` is a tensor ``[rows, ...]`` or, for text and bytes, a list.
 
     Attributes:
-        rows: The samples of the rows; the constructor also takes their keys.
+        rows: Which sample is in each row; the constructor also accepts a list of their keys.
         valid: bool, shape ``[rows]``; false for rows that pad a short batch and for rows of bad samples.
         bad: One record for each bad sample of this micro-batch: its key, epoch, shard, offset and reason.
-        transfer: The transfer dtypes, from which ``to`` converts; None after that.
+        transfer: The transfer dtypes, which ``to`` needs to convert the fields; None once they are converted.
         transfer_bytes: Bytes of the tensors that the worker sent.
         sources: Names of the sources of a mixture in training, in the order of their numbers in ``batch["source"]``; else ().
+
+    Raises:
+        NoSuchField: From ``batch[name]``, if the batch has no such field; names those that it has.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.data import Batch
+        >>> batch = Batch({"x": torch.ones(3, 2)}, ["a", "b", ""], valid=torch.tensor([True, True, False]))
+        >>> batch.num_valid, batch.valid_rows()["x"].shape
+        (2, torch.Size([2, 2]))
     """
 
     sources: Sequence[str] = ()
@@ -84,9 +94,9 @@ class Batch(dict[str, Any]):
         )
 
     def valid_for(self, *names: str) -> Tensor:
-        """``valid``, without the rows whose source lacks one of these fields: bool, shape ``[rows]``.
+        """Which rows are valid and come from a source that has all of these fields: bool, shape ``[rows]``.
 
-        Only in a mixture with ``missing="mask"`` do sources lack fields, and the batch then has ``has_<field>``.
+        Only the sources of a mixture with ``missing="mask"`` can lack fields; the batch then has a column ``has_<field>``.
         """
         valid = self.valid
         if "source" in self:
@@ -96,11 +106,13 @@ class Batch(dict[str, Any]):
         return valid
 
     def by_source(self, losses: Tensor, counts: Tensor | None = None) -> dict[str, tuple[Tensor, Tensor]]:
-        """Metrics of a task with the loss of each source, ``loss/<source>``; {} without a mixture in training.
+        """The loss of each source as metrics of a task: ``loss/<source>`` to (sum, count).
+
+        Empty unless the batch is from a mixture in training.
 
         Args:
             losses: Sum of the losses of each row, shape ``[rows]``; rows where ``valid`` is false are left out.
-            counts: How many losses (such as tokens) each sum has, shape ``[rows]``; None: one for each valid row.
+            counts: How many losses (for example, of tokens) each sum has, shape ``[rows]``; None: one for each valid row.
         """
         if not self.sources:
             return {}
@@ -169,7 +181,7 @@ class Batch(dict[str, Any]):
         return self.chosen(self.kept_rows())
 
     def chosen(self, rows: Sequence[int]) -> Batch:
-        """A batch of these rows, which may repeat; ``other_columns`` is empty."""
+        """A batch of the given rows, which may repeat; ``other_columns`` is empty."""
         index = torch.tensor(rows, dtype=torch.int64).to(self.valid.device, non_blocking=True)
         columns = {
             name: column[index] if isinstance(column, Tensor) else [column[row] for row in rows]
@@ -189,7 +201,7 @@ class Batch(dict[str, Any]):
         return self.mapped(lambda tensor: tensor.pin_memory())
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        """A batch with ``function`` of each tensor."""
+        """A batch with ``function`` applied to each tensor."""
         columns = {name: function(column) if isinstance(column, Tensor) else column for name, column in self.items()}
         return self._with(columns, function(self.valid))
 
@@ -258,6 +270,15 @@ class TransferOptions:
 
     Raises:
         ValueError: If ``features`` or ``on_overflow`` is unknown.
+
+    Example:
+        >>> import numpy as np
+        >>> from dtrain.data import ShardLoader, TransferOptions
+        >>> arrays, fields = {"x": np.ones((4, 2), np.float32)}, {"x": {"name": "x", "role": "feature"}}
+        >>> options = {"precision": "bf16", "transfer": TransferOptions(features="fp32")}
+        >>> loader = ShardLoader.over(arrays, fields, global_batch_size=2, num_workers=0, **options)
+        >>> next(loader.epoch(0))["x"].dtype
+        torch.float32
     """
 
     features: str = "auto"
@@ -277,7 +298,7 @@ class Transfer:
     Args:
         fields: The declared fields.
         precision: The run's precision.
-        options: What does not follow from these; None: the defaults.
+        options: Settings that do not follow from the fields and the precision; None: the defaults.
     """
 
     def __init__(self, fields: Sequence[Field], precision: Precision, options: TransferOptions | None = None) -> None:
@@ -394,9 +415,9 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class DeviceCopies:
-    """``batch.to(device)``, with the copy on its own CUDA stream; on a CPU nothing is copied.
+    """``batch.to(device)``, with the copy on a separate CUDA stream; on a CPU nothing is copied.
 
-    A copy that is queued on the compute stream waits for all kernels before it. On its own stream it starts at once,
+    A copy that is queued on the compute stream waits for all kernels before it. On a separate stream it starts at once,
     while the GPU still computes the previous step. That requires page-locked memory (``WorkerOptions(pin_memory=True)``)
     and two things that torch does not do by itself:
 

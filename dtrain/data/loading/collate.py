@@ -279,8 +279,8 @@ class Collator:
             place = self._reader.place(sample)
             first = first or f"{self._key(sample)}, in {place['shard']} at byte {place['offset']}: {problem}"
         raise DataError(
-            f"epoch {epoch}: no sample can be read, neither of one global batch nor among the first of the dataset. The "
-            f"first error: {first}. Check that the shards are complete and that data.fields matches them."
+            f"epoch {epoch}: no sample of a global batch can be read, and none of the first samples of the dataset. The first "
+            f"error: {first}. Check that the shards are complete and that data.fields matches them."
         )
 
     def _buffers(self, samples: np.ndarray) -> list[FieldBuffer]:

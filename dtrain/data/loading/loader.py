@@ -62,11 +62,12 @@ class ShardLoader:
         num_workers: Worker processes; 0 decodes in the calling process, ``"auto"`` times a few micro-batches to choose.
         seed: Seed of the order and of every augmentation.
         shuffle: ``"window"`` (shards permuted, samples permuted within shuffle windows), ``"full"`` or ``"none"``.
-        lanes: Contiguous pieces of the epoch that a step draws from; a divisor of ``global_batch_size``. None: the
-            largest one up to 64, or up to ``world_size`` if that is larger; with shuffle ``"none"`` one, which is the
-            stored order. There, several lanes let each rank open only its share of the shards, as in evaluation. With
-            ``"full"`` there is always one. In a mixture any number, and None is 64, or ``world_size``. A loaded state
-            keeps its own default.
+        lanes: Number of contiguous pieces of the epoch that each step draws from; must divide ``global_batch_size``.
+            None: the largest divisor up to 64, or up to ``world_size`` if that is larger. With shuffle ``"none"`` the
+            default is one lane, which gives the stored order; with several, each rank opens only its share of the shards,
+            as in evaluation. With ``"full"`` there is always one lane. In a mixture any number is allowed, and None means
+            64, or ``world_size`` if that is larger. With None, a loaded state keeps its number of lanes, unless shuffle or
+            global batch size differ.
         window: Shards in a shuffle window. None: 8.
         tail: ``"pad"`` masks the missing rows of the last step; ``"drop"`` leaves out samples that do not fill a step. In a
             mixture every step is full.
@@ -87,12 +88,12 @@ class ShardLoader:
         steps_per_epoch: Global batches of a whole epoch.
         micro_batches_per_step: Micro-batches of this rank in a global batch, equal on all ranks.
         num_workers: Number of worker processes.
+        workers_reason: Why this number was chosen, if ``num_workers`` was ``"auto"``; else empty.
         excluded: Description of the samples that ``exclude`` masks; "" without any.
-        workers_reason: The reason for this number if it was ``"auto"``, else empty.
         restarts: Restarts of workers that died.
 
     Raises:
-        ValueError: If sizes do not fit, a pattern matches nothing, a field or a role is unknown.
+        ValueError: If sizes do not fit each other, a pattern matches nothing, or a field or role is unknown.
         FileNotFoundError: If a named shard does not exist.
 
     Example:
@@ -284,7 +285,7 @@ class ShardLoader:
 
     @property
     def epochs(self) -> float:
-        """Committed epochs, with the part of the current one."""
+        """Committed epochs, including the fraction of the current one."""
         return self._position.epochs
 
     def steps_in(self, epochs: int) -> int:
@@ -296,15 +297,15 @@ class ShardLoader:
         return self._position.steps_until(epoch)
 
     def epochs_by_source(self, steps_ahead: int = 0) -> dict[str, float]:
-        """Epochs of each source of a mixture, with the part of the current one, ``steps_ahead`` steps from now; {} without."""
+        """Epochs of each source of a mixture, ``steps_ahead`` steps from now, as fractions; {} without a mixture."""
         return self._position.source_epochs(steps_ahead) if isinstance(self._position, MixturePosition) else {}
 
     def samples_by_source(self, steps_ahead: int = 0) -> dict[str, int]:
-        """Samples of each source of a mixture, over all its epochs, ``steps_ahead`` steps from now; {} without one."""
+        """Samples of each source of a mixture, over all its epochs, ``steps_ahead`` steps from now; {} without a mixture."""
         return self._position.drawn(steps_ahead) if isinstance(self._position, MixturePosition) else {}
 
     def commit(self) -> int:
-        """Advances the position by one global batch; after the last one of epoch *n* it is the start of epoch *n* + 1.
+        """Advances the position by one global batch; after the last one of epoch *n*, to the start of epoch *n* + 1.
 
         Returns:
             Samples of that global batch over all ranks, including bad ones.
@@ -323,9 +324,10 @@ class ShardLoader:
         return self._position.advance()
 
     def step_back(self, micro_batch_size: int) -> None:
-        """Moves back to before the last ``commit``, and divides this rank's rows of a step into other micro-batches.
+        """Undoes the last ``commit``, and divides this rank's rows of a step into micro-batches of a different size.
 
-        Once after a commit, on every rank. Iterators become invalid: ``epoch()`` or ``iter()`` continue at the position.
+        Call it at most once after a commit, on every rank. Existing iterators become invalid; ``epoch()`` and ``iter()``
+        continue at the position.
 
         Args:
             micro_batch_size: Rows of a micro-batch from now on.
@@ -340,9 +342,9 @@ class ShardLoader:
         self._position, self._before = self._before, None
 
     def divide(self, micro_batch_size: int) -> None:
-        """Divides this rank's rows of a step into other micro-batches, from the committed position on; on every rank.
+        """Divides this rank's rows of a step into micro-batches of a different size, from the committed position on.
 
-        Iterators become invalid: ``epoch()`` or ``iter()`` continue at the position.
+        Call it on every rank. Existing iterators become invalid; ``epoch()`` and ``iter()`` continue at the position.
 
         Args:
             micro_batch_size: Rows of a micro-batch.
@@ -376,7 +378,7 @@ class ShardLoader:
             keys: ``<shard>/<key>`` of each sample, as ``dtrain.runs.excluded.read_excluded`` returns them.
 
         Raises:
-            ValueError: If the data have no such sample; names the first.
+            ValueError: If the data have no sample of one of these keys; names the first such key.
         """
         removed = tuple(f"{name}/" for name in self.index.names_of_removed())
         if self._growth.allow_removed and (gone := [key for key in keys if not self.index.find(key).size]):
@@ -388,7 +390,7 @@ class ShardLoader:
         except KeyError as error:
             example = self.index.keys(np.zeros(1, np.int64))[0]
             raise ValueError(
-                f"{error.args[0]!r} is no sample of the training data. Keys look like {example}."
+                f"{error.args[0]!r} is not a sample of the training data. Keys look like {example}."
             ) from None
         self._excluded_keys = tuple(keys)
         self._excluded, self.excluded = found, describe(keys)
@@ -405,17 +407,17 @@ class ShardLoader:
         self._end_stream()
 
     def segment(self) -> dict[str, Any]:
-        """From which the order of all samples after the committed position follows, with the data; JSON values.
+        """What is needed, besides the data, to compute the order of all samples after the committed position; JSON values.
 
-        ``settings`` are those of later epochs; ``state`` is ``state_dict()``. {} for a stream, whose order is its own.
+        ``settings`` are those of later epochs; ``state`` is ``state_dict()``. {} for a stream, whose dataset decides the order.
         """
         return {"settings": self._position.settings(), "state": self._position.state_dict()}
 
     def uses(self, segment: Mapping[str, Any], samples: np.ndarray, steps: int) -> Uses:
-        """Where the first ``steps`` steps of a segment of a run on these data use samples; see ``segment``.
+        """Where the first ``steps`` steps of a segment of a run use the given samples; see ``segment``.
 
         Args:
-            segment: What ``segment()`` returned when it began.
+            segment: What ``segment()`` returned at its beginning.
             samples: Sample numbers, int64, shape ``[n]``.
             steps: Steps of the segment.
 
@@ -425,7 +427,14 @@ class ShardLoader:
         return self._position.at_segment(segment).find(samples, steps)
 
     def samples_of(self, segment: Mapping[str, Any], step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Epoch and sample of each slot of the global batch, ``step`` steps after a segment began; -1 where it is masked.
+        """The samples of one global batch of a segment.
+
+        Args:
+            segment: What ``segment()`` returned at its beginning.
+            step: Number of steps after that.
+
+        Returns:
+            Epoch and sample of each slot, int64, shape ``[global_batch_size]`` each; the sample is -1 where the slot is masked.
 
         Raises:
             ValueError: If the data have changed; names the difference.
@@ -436,8 +445,8 @@ class ShardLoader:
         """Moves to the position that ``state`` describes.
 
         The current epoch is finished in the order in which it began. If the global batch size differs, the rest of it is
-        divided anew; every sample is still used once. Shards that the state does not know, and shards of the state that are
-        missing, are treated as ``growth`` says; ``data_changes`` names them.
+        divided again; every sample is still used once. ``growth`` decides what happens to shards that the state does not know
+        and to shards of the state that are missing; ``data_changes`` names them.
 
         Raises:
             RuntimeError: If an iterator of this loader is open.
@@ -453,11 +462,11 @@ class ShardLoader:
     def read_as(self, state: Mapping[str, Any]) -> None:
         """Reads exactly the shards that a state knows, in the order of their numbers there, and begins at epoch 0.
 
-        For computations on the records of a run, whose shards may have grown since. Shards that are missing are known by their
-        names only.
+        For computations on the records of a run whose set of shards may have grown since. Of missing shards only the names
+        are known.
 
         Raises:
-            ValueError: If this data cannot be that of the state.
+            ValueError: If these cannot be the data of the state.
         """
         source = as_known(self.source, state, Growth("next_epoch", allow_removed=True), exactly=True)
         if source is not self.source:
@@ -467,7 +476,7 @@ class ShardLoader:
     def has_changed(self) -> bool:
         """Whether shards that decide the length of an epoch have joined or left since the run's first start.
 
-        ``steps_in`` counts with the shards of that one.
+        ``steps_in`` counts the shards of the first start.
         """
         return self._position.has_changed
 

@@ -123,12 +123,18 @@ class Limits:
     """How many samples may be bad before a loader raises.
 
     Args:
-        max_bad: 0 for none, a number below 1 or a percentage (``"0.5%"``) for that share of the samples received (at least
-            ten), any other number for that count; None for no limit.
-        max_bad_consecutive: The same for bad samples in a row, in micro-batches without a good one; None for no limit.
+        max_bad: 0 allows none. A number below 1 or a percentage (``"0.5%"``) allows that share of the samples received, and
+            always ten. Any other number allows that many samples. None: no limit.
+        max_bad_consecutive: How many samples in a row may be bad; a micro-batch with any good sample ends the row. None: no
+            limit.
 
     Raises:
-        ValueError: If a limit is negative or no number, or ``max_bad`` is 1.0, which could mean all samples or one.
+        ValueError: If a limit is negative or not a number, or ``max_bad`` is 1.0, which could mean all samples or one.
+
+    Example:
+        >>> from dtrain.data import Limits
+        >>> Limits(max_bad="0.5%", max_bad_consecutive=None)  # the argument ``limits`` of ShardLoader
+        Limits(max_bad='0.5%', max_bad_consecutive=None)
     """
 
     max_bad: float | str | None = 0.01
@@ -144,9 +150,9 @@ class BadSampleBudget:
     """Counts bad samples; with the same numbers, every rank raises at the same step.
 
     Args:
-        limits: What is allowed. The order within one call of ``count`` is unknown, so any good sample in it ends a row of bad
-            ones.
-        bad: Bad samples so far, of a resumed run; also an attribute.
+        limits: What is allowed. The order of the samples within one call of ``count`` is unknown, so any good sample in it ends
+            a row of bad ones.
+        bad: Bad samples so far, for a resumed run; also an attribute.
         samples: All samples so far, including bad ones; also an attribute.
     """
 

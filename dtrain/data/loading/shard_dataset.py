@@ -43,7 +43,7 @@ _LANES_PER_RANK = 8
 class ShardDataset(IterableDataset[dict[str, Any]]):
     """Samples of one rank from ``.tar`` shards; over all ranks and workers, each sample of an epoch exactly once.
 
-    A sample is a dict of its fields by name, and ``__key__``, ``<shard>/<key>``. An image is a uint8 array ``[height, width,
+    A sample is a dict: its fields by name, and its ``__key__``, ``<shard>/<key>``. An image is a uint8 array ``[height, width,
     3]``, a label is an int, and an array keeps its dtype; DataLoader converts arrays to tensors.
 
     Args:

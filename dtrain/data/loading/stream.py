@@ -34,7 +34,7 @@ class Stream:
 
     Args:
         dataset: ``iter(dataset)`` yields the samples of an epoch, each a dict, or a tuple in the order of the fields. If it
-            has a method ``set_epoch(n)``, that is called before.
+            has a method ``set_epoch(n)``, it is called first.
         length: Samples of an epoch, over all ranks.
         divided: True if the dataset divides itself: each worker of each rank then gets its part, as from a webdataset
             pipeline with ``split_by_node`` and ``split_by_worker``, or from a Hugging Face dataset after
@@ -82,7 +82,7 @@ class Stream:
 
 
 class StreamLoader(ShardLoader):
-    """The micro-batches of one rank from a ``Stream``.
+    """The micro-batches of one rank from a ``Stream``; see there for an example.
 
     Args:
         stream: The dataset.

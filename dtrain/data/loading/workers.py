@@ -119,7 +119,7 @@ class WorkerStream:
         """The next micro-batch; waits for the workers, and restarts them if one has died. On a failure, the stream is closed.
 
         Raises:
-            WorkerEnded: If a worker process has died, and the restarts do not allow another one; names it and the signal.
+            WorkerEnded: If a worker process has died, and no restart is left; names the process and the signal.
             Exception: Any error of a worker; the message of a ``ValueError`` or ``Explained`` has no traceback.
         """
         if self._iterator is None:
@@ -173,7 +173,7 @@ def _in_this_process(dataset: MicroBatches, pin_memory: bool) -> Iterator[Batch]
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """How a loader's workers run, besides their number.
+    """How a loader's worker processes run; ``num_workers`` is a separate argument of the loader.
 
     Args:
         prefetch: Micro-batches that each worker builds ahead.
@@ -183,6 +183,11 @@ class WorkerOptions:
 
     Raises:
         ValueError: If an option is impossible; names key and value.
+
+    Example:
+        >>> from dtrain.data import WorkerOptions
+        >>> WorkerOptions(prefetch=4, pin_memory=True)  # the argument ``workers`` of ShardLoader
+        WorkerOptions(prefetch=4, start_method=None, pin_memory=True, max_restarts=3)
     """
 
     prefetch: int = 2

@@ -56,9 +56,10 @@ class Layout:
 def default_lanes(ranks: int) -> int:
     """The most lanes of a run that does not set them: 64, or the number of ranks if that is larger.
 
-    A rank opens the shards of its lanes. Several ranks of one lane each open all of its shards, of which each reads only a
-    part of the samples. With as many lanes as ranks, each opens its share. More lanes would only let few ranks have more
-    shards in use. The order depends on it, so a run keeps the number with which it began, on any ranks.
+    A rank opens the shards of its lanes. If several ranks have the same lane, each opens all shards of that lane but reads only
+    some of their samples. With as many lanes as ranks, each rank opens only its share. Even more lanes would only make runs
+    on few ranks use more shards at a time. The order depends on the number of lanes, so a run keeps the number it began
+    with, on any number of ranks.
     """
     return max(DEFAULT_LANES, ranks)
 

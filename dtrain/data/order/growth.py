@@ -2,10 +2,10 @@
 
 * A *shard list* has the name, the samples and a check of every shard that a run has known, in the order of their numbers. It is
   a part of the state. Names that count up, such as ``train-000.tar``, ``train-001.tar``, are stored as one range.
-* *Known shards keep their numbers*, and new ones are appended, whatever the sort of their names: so samples keep theirs, and
+* *Known shards keep their numbers*, and new ones are appended, however their names sort. So samples keep their numbers, and
   with them their augmentation and their places in the epoch. A shard that was removed keeps its number, too.
-* ``data.grow`` decides when new shards join: ``next_epoch``, or ``now``: the rest of the current epoch is what was left of it
-  and all new samples, each once.
+* ``data.grow`` decides when new shards join: ``next_epoch``, or ``now``: the rest of the current epoch then consists of the
+  samples that were not used yet and of all new ones, each once.
 """
 
 from __future__ import annotations
@@ -68,14 +68,25 @@ class ShardList:
 
 @dataclass(frozen=True)
 class Growth:
-    """What a resumed run may do if its shards have changed.
+    """What a resumed run does if shards are new or missing.
 
     Args:
         when: When new shards join, ``"next_epoch"`` or ``"now"``; None: they are refused.
         allow_removed: Whether shards may be missing; their unused samples are then left out.
 
     Raises:
-        ValueError: If ``when`` is something else.
+        ValueError: If ``when`` is none of these.
+
+    Example:
+        >>> import tempfile
+        >>> from dtrain.data import Growth, ShardLoader, write_shards
+        >>> fields, options = {"cls": {"name": "label"}}, {"global_batch_size": 2, "num_workers": 0}
+        >>> samples = [{"__key__": str(n), "cls": n} for n in range(8)]
+        >>> old, new = map(str, write_shards(samples, tempfile.mkdtemp(), shards=2))
+        >>> loader = ShardLoader([old, new], fields, growth=Growth("now"), **options)
+        >>> loader.load_state_dict(ShardLoader([old], fields, **options).state_dict())
+        >>> loader.steps_left  # of the current epoch: the new shard has joined
+        4
     """
 
     when: str | None = None
@@ -118,7 +129,7 @@ class Growth:
         return np.concatenate([numbers, new])
 
     def remedy(self, known: ShardList, present: ShardList) -> str:
-        """What to do about shards that are new or missing; ``""`` if no key of the config helps."""
+        """How the user can allow shards that are new or missing; ``""`` if no config key does."""
         new, missing = set(present.names) - set(known.names), set(known.names) - set(present.names)
         index = {name: number for number, name in enumerate(present.names)}
         kept = [(number, index[name]) for number, name in enumerate(known.names) if name in index]

@@ -1,4 +1,4 @@
-"""The index of a sample source: its size and identity, which is all that the order of an epoch knows of it."""
+"""The index of a sample source: its size and identity, which is all that the order of an epoch depends on."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Index(ABC):
         counts: Samples of each shard, int64, shape ``[shards]``.
         num_samples: Samples of all shards.
         fingerprint: Hash of everything that the meaning of a sample number depends on.
-        left_out: Name to reason of damaged shards that are no part of it.
+        left_out: Name to reason, for damaged shards that are not part of the index.
         shard_list: The shards with what identifies each; None for a source whose shards cannot change.
         removed: Numbers of shards that are known only by name: they were removed, and their samples cannot be read.
         labels: Entries of ``describe`` that ``difference`` compares, and their names in its sentence.

@@ -1,11 +1,11 @@
-"""Tar files.
+"""Shards: tar files, their indexes and local copies.
 
 Files in reading order:
 
-* ``patterns``: patterns of shards to a list of them; ``lists``: such lists in files.
-* ``tar``: headers.
-* ``shard_index``, ``dataset_index``: where the members of a shard, and of a data set, lie.
+* ``patterns``: expands patterns of shards; ``lists``: lists of shards in files.
+* ``tar``: tar headers.
+* ``shard_index``, ``dataset_index``: where the members of a shard, and of a data set, are stored.
 * ``bad_shards``: damaged shards, refused or left out.
 * ``shard_file``: local files and URLs; ``http_ranges``: bytes of a file over HTTP.
-* ``node_cache``: local copies.
+* ``node_cache``: local copies, shared by the processes of a node.
 """

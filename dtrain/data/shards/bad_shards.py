@@ -1,11 +1,11 @@
 """Damaged shards: whether a data set is refused because of them, or is used without them.
 
 * A shard is *damaged* if it cannot be indexed: it is cut, lacks its end mark, is no tar, is empty, or cannot be read or found.
-* A damaged shard is *left out* as a whole when the data set is indexed. The data set is then that of the other shards.
+* A damaged shard is *left out* as a whole when the data set is indexed. The data set then consists of the other shards.
 * The decision is made once. A run records it in ``bad-shards.json`` in its directory; later starts, forks, replays and traces
   leave out exactly these shards, because the order of all samples depends on the number of shards.
 
-Shards that break after that are no longer this module's: reading them is an error, or makes bad samples.
+Damage that occurs after indexing is not handled here: reading such a shard raises an error or gives bad samples.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class BadShards:
 
     Args:
         action: ``"refuse"``: the data set is refused; ``"skip"``: they are left out.
-        most: With ``"skip"``, how many of the shards may be left out, in a mixture of each source: 0 for none, a number below
-            1 or a percentage (``"0.5%"``) for that share (at least one), any other number for that count; None for no limit.
+        most: With ``"skip"``, how many shards may be left out, in a mixture counted per source. 0 allows none. A number below
+            1 or a percentage (``"0.5%"``) allows that share, and always one. Any other number allows that many. None: no limit.
         left_out: Shards that are left out in any case.
-        decided: Whether no others may be left out, because an earlier start has decided.
-        grows: Whether shards may join or leave between starts (``data.grow``), for the message about a damaged one.
+        decided: Whether no other shards may be left out, because an earlier start has made the decision.
+        grows: Whether shards may join or leave between starts (``data.grow``); changes only the message about a damaged shard.
 
     Raises:
         ValueError: If an argument is impossible.
@@ -53,7 +53,7 @@ class BadShards:
         >>> from dtrain.data import BadShards, ShardLoader, write_shards
         >>> samples = [{"__key__": str(n), "cls": n} for n in range(10)]
         >>> shards = [str(path) for path in write_shards(samples, tempfile.mkdtemp(), shards=2)]
-        >>> os.truncate(shards[1], 700)
+        >>> os.truncate(shards[1], 700)  # damages it
         >>> options = {"global_batch_size": 5, "num_workers": 0, "bad_shards": BadShards("skip")}
         >>> ShardLoader(shards, {"cls": {"name": "label"}}, **options).source.summary()
         '5 samples in 1 shard, without 1 damaged: train-000001.tar'
@@ -103,10 +103,10 @@ class BadShards:
         return BadShards(self.action, self.most, own, self.decided, self.grows)
 
     def named_in(self, paths: Sequence[str]) -> dict[str, str]:
-        """Those of these shards that are left out in any case: path to the name in ``left_out``.
+        """The shards among ``paths`` that are left out in any case: path to the name in ``left_out``.
 
-        A shard's name is the shortest end of its path that no other shard has. It may have been a longer or a shorter one when
-        it was recorded, because other shards may join or leave since.
+        A shard's name is the shortest end of its path that no other shard has. The recorded name may be longer or shorter than
+        today's, because shards may have joined or left since.
 
         Raises:
             ValueError: If several shards may be the one that was left out.
@@ -142,7 +142,7 @@ class BadShards:
             shards: All shards, including these.
 
         Raises:
-            ValueError: If there are more than allowed, or none is left.
+            ValueError: If more shards are left out than allowed, or none remains.
         """
         if self.decided:
             return
@@ -212,7 +212,7 @@ def share_and_count(key: str, most: float | str | None, what: str, least: float)
         least: The number that a share above 0 always allows.
 
     Raises:
-        ValueError: If the limit is negative or no number, or 1.0, which could mean all or one.
+        ValueError: If the limit is negative, not a number, or 1.0, which could mean all or one.
     """
     if most is None:
         return 0.0, math.inf

@@ -6,5 +6,5 @@ Files in reading order:
 * ``shard_source``: tar shards; ``random_offset``: rows of tokens that begin anywhere in a text.
 * ``datasets``: arrays, functions, map-style datasets.
 * ``mixture``: several sources as one.
-* ``known_shards``: shards in the order of a state.
+* ``known_shards``: the shards of a resumed run, in the order of its saved state.
 """

@@ -3,8 +3,8 @@
 * A *map-style* dataset has ``len(dataset)`` and ``dataset[n]``. ``Arrays`` takes row *n* of each array; ``Generated``
   calls a function with a generator keyed by (seed, epoch, sample), so that no two ranks or workers draw the same
   numbers.
-* ``SampleSource`` makes a ``Source`` of one, so that the loader reads it as it reads shards. Random numbers that a data
-  set draws from the global generators of Python, numpy and torch are keyed by (seed, epoch, sample) too: an
+* ``SampleSource`` turns one into a ``Source``, so that the loader reads it as it reads shards. Random numbers that a
+  dataset draws from the global generators of Python, numpy and torch are keyed by (seed, epoch, sample) too: an
   augmentation in ``__getitem__``, such as torchvision's, is the same for any number of ranks and workers.
 * ``value_of`` converts the values of a dataset: images become uint8 RGB ``[height, width, 3]``, everything else keeps
   its type.
@@ -43,7 +43,7 @@ _GENERATION, _FIXED = 5, 8
 
 
 class Arrays:
-    """Arrays of equal length; sample *n* is row *n* of each.
+    """A map-style dataset of arrays of equal length; sample *n* is row *n* of each array.
 
     Args:
         arrays: Arrays or tensors ``[samples, ...]``, or lists of other values: by name, or in the order of the fields.
@@ -53,6 +53,15 @@ class Arrays:
 
     Raises:
         ValueError: If there are none, or their lengths differ.
+
+    Example:
+        >>> import numpy as np
+        >>> from dtrain.data import Arrays, ShardLoader
+        >>> arrays = Arrays({"x": np.zeros((6, 4), np.float32), "y": np.arange(6)})
+        >>> fields = {"x": {"name": "x", "role": "feature"}, "y": {"name": "y", "role": "label"}}
+        >>> loader = ShardLoader.over(arrays, fields, global_batch_size=3, num_workers=0)
+        >>> next(loader.epoch(0))["x"].shape
+        torch.Size([3, 4])
     """
 
     def __init__(self, arrays: Mapping[str, Any] | Sequence[Any]) -> None:
@@ -110,13 +119,22 @@ class Generated:
         function: ``function(sample, rng)`` returns the fields of sample number ``sample``: a dict by name, or a tuple
             in the order of the fields. ``rng`` is a ``numpy.random.Generator`` keyed by (seed, epoch, sample).
         length: Samples of an epoch.
-        fresh: False gives the same numbers in every epoch, as for evaluation; no epoch with True has them.
+        fresh: Whether each epoch has new random numbers. False: every epoch has the same ones, as evaluation needs; they
+            differ from those of every epoch with True.
 
     Attributes:
         fingerprint: The function's name and ``fresh``; a change inside the function is not noticed.
 
     Raises:
         ValueError: If ``length`` is below 1, or ``function`` is not callable.
+
+    Example:
+        >>> import numpy as np
+        >>> from dtrain.data import Generated, ShardLoader
+        >>> points = Generated(lambda sample, rng: {"x": rng.normal(size=2).astype(np.float32)}, length=6)
+        >>> loader = ShardLoader.over(points, {"x": {"name": "x"}}, global_batch_size=3, num_workers=0)
+        >>> next(loader.epoch(0))["x"].shape
+        torch.Size([3, 2])
     """
 
     def __init__(self, function: Callable[[int, np.random.Generator], Any], length: int, fresh: bool = True) -> None:

@@ -138,17 +138,18 @@ class Mixture(_Sources):
         weights: Name to weight; the share of a source is its weight divided by the sum of all. A list of ``[step, weight]``
             is a schedule over the steps of the run: shares change linearly from step to step, and jump where a step is given
             twice. None: all are equal.
-        epoch_of: The source whose epochs count as the mixture's; None: the first. If it is smaller than its share of a
-            global batch, an epoch of the mixture is as many of its epochs as fill one.
+        epoch_of: The source whose epochs count as the mixture's; None: the first. If it has fewer samples than its share of a
+            global batch, an epoch of the mixture consists of as many of its epochs as fill one global batch.
         fields: Name to the fields of a source, where they differ from the loader's.
         augment: Name to the augmentation of a source, where it differs from the loader's; None for no augmentation.
-        missing: What happens if a source lacks fields of another source: ``"refuse"``, or ``"mask"``.
+        missing: What happens if a source lacks fields that a different source has: ``"refuse"`` raises an error; ``"mask"``
+            fills them with zeros and adds ``has_<field>``, bool ``[rows]``, to the batch.
         tokens_per_sample: Average number of tokens of a sample, for all sources or none: weights then are shares of the
             tokens instead of the samples.
-        shard_size: For sources that are datasets, see ``ShardLoader.over``.
+        shard_size: For sources that are datasets: see ``ShardLoader.over``.
 
     Raises:
-        ValueError: If a weight, a name or an option is impossible; names it.
+        ValueError: If a weight, a name or an option is invalid; names it.
 
     Example:
         >>> import numpy as np

@@ -28,7 +28,7 @@ from dtrain.data.order.index import Index
 
 @dataclass
 class OpenReaders:
-    """The readers that are open in one process, which share its limits.
+    """The readers that are open in one process and share its limits.
 
     Attributes:
         number: How many they are.
@@ -117,12 +117,12 @@ class Reader(ABC):
 
     def share(self, readers: OpenReaders) -> None:
         """Called once if several readers are open in one process: together they stay below its limit of open files, and
-        prefetch with as many threads as one of them."""
+        prefetch with as many threads as a single reader would."""
         return
 
     def tell(self, reads: Callable[[int], None]) -> None:
-        """Called once before samples are read by a worker: ``reads(sample)`` is to be called before code that may end the
-        process, such as a user's, reads a sample in ``fetch_all``; see ``loading.worker_deaths``."""
+        """Called once before a worker reads samples. In ``fetch_all``, call ``reads(sample)`` before any code that may kill the
+        process, such as user code, reads that sample; see ``loading.worker_deaths``."""
         return
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
 """The numerics audit of ``doctor numerics``.
 
-It runs a model for a few steps and reports the dtypes and the value ranges of each module, the settings that follow from
-them, and code that is correct in fp32 only.
+It runs a model for a few steps and reports the dtypes and value ranges of each module, the settings that it advises, and code
+that is correct in fp32 only.
 
 In reading order: ``audit`` (the two passes and their report), ``module_stack`` (which module and line an operator belongs to),
 ``recorders`` (dtypes, FLOPs and ranges of modules), ``operation_ranges`` (ranges of single operations), ``lint`` (findings in

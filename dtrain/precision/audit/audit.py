@@ -1,9 +1,9 @@
 """Records the passes of the numerics audit and reports dtypes, FLOPs and value ranges per module.
 
 The caller runs two passes over the same batches. The *configured* pass is the unchanged training step; it shows dtypes and
-FLOPs. The *fp32* pass runs the same forward and backward without autocast and without a loss scale; it shows value ranges.
-In 16 bits they could not be measured: small values would already be zero. A model's own autocast regions stay enabled in
-both passes.
+FLOPs. The *fp32* pass runs the same forward and backward without autocast and without a loss scale; it shows value ranges,
+which 16 bits would hide, because small values would already be zero. Autocast regions inside the model stay enabled in both
+passes.
 """
 
 from __future__ import annotations
@@ -40,6 +40,17 @@ class NumericsAudit:
         precision: The policy of the run.
         device: Device of the model.
         kept: Names of the modules that ``precision.wrap_keep_fp32`` has wrapped.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.precision import Precision
+        >>> from dtrain.precision.audit import NumericsAudit
+        >>> model, bf16 = torch.nn.Linear(4, 2), Precision("bf16")
+        >>> audit = NumericsAudit(model, precision=bf16, device=torch.device("cpu"))
+        >>> with audit.configured_pass(), bf16.autocast("cpu"):
+        ...     audit.watched(lambda: model(torch.ones(8, 4)).sum())().backward()
+        >>> audit.report().low_share
+        1.0
     """
 
     def __init__(
@@ -57,7 +68,7 @@ class NumericsAudit:
         self._ranges = RangeRecorder(model, self._stack, self._operation_ranges)
 
     def watched(self, task: Callable[..., Any]) -> Callable[..., Any]:
-        """Wraps ``task``, which runs the forward and the loss. Only operations inside its calls are recorded."""
+        """Wraps ``task``, a callable that runs the forward and the loss. Only operations inside its calls are recorded."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             with self._stack.forward():
@@ -67,13 +78,13 @@ class NumericsAudit:
 
     @contextmanager
     def configured_pass(self) -> Iterator[None]:
-        """Context manager around forward and backward of a training step in the configured precision."""
+        """Context manager around the forward and backward of a training step in the configured precision."""
         with _eager(), self._operations.recording(self._precision.compute_dtype.itemsize == 2):
             yield
 
     @contextmanager
     def fp32_pass(self) -> Iterator[None]:
-        """Context manager around forward and backward in fp32; inputs must be fp32 and the loss not scaled.
+        """Context manager around the forward and backward in fp32; inputs must be fp32, and the loss must not be scaled.
 
         Parameters, buffers and gradients are restored at the end.
         """
@@ -125,7 +136,7 @@ class ModuleReport:
 
     @property
     def compute(self) -> list[torch.dtype]:
-        """Dtypes of its matrix products and convolutions, else of its other operations; most used first."""
+        """Dtypes of its matrix products and convolutions, or, if it has none, of its other operations; most used first."""
         counted = self.operations.products or self.operations.others
         return [dtype for dtype, _ in counted.most_common()]
 

@@ -2,13 +2,14 @@
 
 * A *checkpoint* is a folder ``step-000000050`` with safetensors files, ``state.json`` and ``manifest.json``. The manifest has
   the size and SHA-256 of each of the other files. Nothing is pickled.
-* A *sharded* checkpoint has a file of each rank, with the parts of the tensors that this rank holds. Any other one has a file
-  for the model, the optimizer and the moving average. Both are read alike, and only the parts that are needed.
+* A *sharded* checkpoint has one file for each rank, with the parts of the tensors that this rank holds. Any other checkpoint
+  has one file each for the model, the optimizer and the moving average. Both are read in the same way, and only the parts that
+  are needed.
 * A checkpoint is *whole or absent*: its folder is staged, synced and renamed. A disk may still lose data in a power cut, so
   reading verifies the manifest and falls back to the previous checkpoint.
 * *Retention* deletes an old checkpoint only after the new one is safe on disk.
-* ``saved.json`` has the step of the last save, 0 before the first one. Without any checkpoint it tells a run that was killed
-  before its first save from one whose checkpoints were lost.
+* ``saved.json`` has the step of the last save, 0 before the first one. If there is no checkpoint, it distinguishes a run that
+  was killed before its first save from a run whose checkpoints were lost.
 * Only regular files (and links to them) are read, and only if they have the size that the manifest says: a checkpoint may
   come from another user.
 
@@ -72,8 +73,8 @@ class Checkpoint:
     """The content of a checkpoint.
 
     Attributes:
-        tensors: Group to named tensors, such as ``{"model": {...}, "optimizer": {...}, "ema": {...}}``. In a sharded run those
-            to save are the parts that this rank writes. Those of a saved checkpoint are read from its files on use.
+        tensors: Group to named tensors, such as ``{"model": {...}, "optimizer": {...}, "ema": {...}}``. In a sharded run, a
+            checkpoint to save has only the parts that this rank writes. Tensors of a saved checkpoint are read on use.
         state: Everything else, as JSON values.
     """
 
@@ -89,7 +90,7 @@ class Checkpoint:
 
     @property
     def rest(self) -> Rest | None:
-        """What the checkpoint was saved without, with ``checkpoint.only_trained``; None if it has all parameters.
+        """The parameters that ``checkpoint.only_trained`` left out of the checkpoint; None if it has all parameters.
 
         Raises:
             ConfigError: If that part of its state is damaged.
@@ -114,7 +115,7 @@ class Checkpoints:
         directory: ``<run.dir>/checkpoints``. It need not exist yet.
         keep_last: Number of newest checkpoints to keep.
         best: Metric whose best checkpoint is kept as well; None: no such checkpoint.
-        best_mode: ``"max"`` or ``"min"``; None: by the metric's name.
+        best_mode: ``"max"`` or ``"min"``; None: decided by the metric's name.
         keep_every: Checkpoints whose step is divisible by it are never deleted; None: no such checkpoints.
 
     Raises:

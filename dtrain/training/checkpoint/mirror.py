@@ -104,8 +104,8 @@ class RunMirror:
                 note = f"checkpoint.mirror: {mirror} cannot be read ({reason}): the run continues from {self._dir}"
                 return nothing | {"notes": [note]}
             raise ConfigError(
-                f"checkpoint.mirror: {error}\n  {self._dir} has no run, so it is not known where the run is. Start again when "
-                "the mirror can be read, or without checkpoint.mirror for a new run."
+                f"checkpoint.mirror: {error}\n  {self._dir} has no run either, so it is unknown from which step to continue. "
+                "Start again when the mirror can be read, or without checkpoint.mirror for a new run."
             ) from error
         if not whole:
             return nothing

@@ -199,7 +199,7 @@ class EarlierStarts:
             raise ConfigError(
                 f"run.dir: the run in {run.run_dir} is finished: {reached} ends it at step {step}. So these changes would have "
                 f"no effect:\n{_listed(self.changes)}  Increase {' and '.join(keys)} to train it further, or use a new "
-                "run.dir for another run."
+                "run.dir to start a new run."
             )
         if end == step and self.checkpoint is not None:
             run.totals.evaluation_due = True  # stopped here on request, or killed before it could end
@@ -412,7 +412,7 @@ def _find(key: str, path: Path) -> Path:
             raise ConfigError(f"{key}: {path} does not exist (looked in {path.absolute().parent}).")
         raise ConfigError(
             f"{key}: {path} is no run directory, no checkpoint (checkpoints/step-000000050), no artefact with {WEIGHTS}, no "
-            ".safetensors file, and no model of the hub (hf://ORGANISATION/NAME)."
+            ".safetensors file, and no model on the hub (hf://ORGANISATION/NAME). Name one of these."
         )
 
     kind, found = from_rank0(look)

@@ -64,19 +64,19 @@ class TrainState:
         run_dir: The run's directory.
         train_loader: This rank's training loader.
         eval_loader: This rank's evaluation loader; None without ``data.eval``.
-        step: Executes optimizer steps; has the model, task, optimizer, EMA, precision and ranks.
+        step: Executes optimizer steps; holds the model, task, optimizer, EMA, precision and ranks.
         checkpoints: Where the run is saved.
         totals: Counts and times over all starts.
         segments: The segments of all steps, oldest first; see ``dtrain.runs.starts``.
         class_names: The name of each label, if the data have a ``classes.json``.
         code: Git checkouts and their commits, for the checkpoints of rank 0.
-        forked: Where this start has branched off, see ``Fork``; {} if it has not.
-        build_schedule: Builds the schedule again, after a change of the data; None for one that was passed in.
+        forked: The run and step that this run was forked from, see ``Fork``; {} if it was not forked.
+        build_schedule: Builds the schedule again after the data changed; None if the schedule was passed in.
         hooks: The hooks whose states are saved and restored; None without hooks.
         media_sink: Called by ``log_media`` with step, name and content; set by ``RunLogger``.
-        rest: The parameters that are never trained, as this start has built them; set by ``resume.build_rest``, and None if
-            neither the run's checkpoints nor the one to restore lack them.
-        ended_early: The reason given to ``end_early``; None without.
+        rest: The parameters that are never trained, as this start has built them; set by ``resume.build_rest``. None if
+            neither the run's checkpoints nor the one to restore leave them out.
+        ended_early: The reason given to ``end_early``; None if it was not called.
         compile_cache: Artefacts of ``train.compile``; None if nothing is compiled.
         mirror_status: Returns the state of uploads for status.json, on rank 0; None without ``checkpoint.mirror``.
     """
@@ -139,12 +139,12 @@ class TrainState:
         return self.step.ema
 
     def averaged(self) -> AbstractContextManager[nn.Module]:
-        """Context: the model with the averaged weights, if the run has any, else with its own."""
+        """Context manager: the model with the averaged weights, if the run has any, else with its own weights."""
         return self.ema.swapped_in() if self.ema is not None else nullcontext(self.model)
 
     @contextmanager
     def inference(self) -> Iterator[nn.Module]:
-        """Context: the model of ``averaged`` in evaluation mode, without gradients, under autocast."""
+        """Context manager: the model of ``averaged`` in evaluation mode, without gradients, under autocast."""
         was_training = self.model.training
         self.model.eval()
         try:
@@ -161,7 +161,8 @@ class TrainState:
     def end_early(self, reason: str) -> None:
         """For hooks: evaluates, saves and ends the run after the current step. Its state is then ``finished``.
 
-        All ranks call it at the same step. In ``on_step`` one more step may be under way, which is completed first.
+        All ranks must call it at the same step. If it is called in ``on_step``, the next step may have begun already; it is
+        completed first.
 
         Args:
             reason: For ``status.json``, such as ``no better eval/loss for 5 evaluations``.
@@ -178,7 +179,7 @@ class TrainState:
             content: The bytes of a PNG file, or a text.
 
         Raises:
-            ValueError: If the name or the content is something else.
+            ValueError: If the name or the content is not allowed.
         """
         if self.cfg.tracker.media:
             self.media_sink(self.step.step, name, content)
@@ -186,14 +187,14 @@ class TrainState:
     def checkpoint(self, metrics: dict[str, float]) -> Checkpoint:
         """Copies the state to the host: all of it, or in a sharded run the parts that this rank writes.
 
-        The last step is settled. Only rank 0 needs a checkpoint, unless the run is sharded.
+        The last step must be settled. Only rank 0 needs to call it, unless the run is sharded.
 
         Args:
             metrics: Metrics of the evaluation at this step; empty without one.
 
         Raises:
-            ConfigError: If the optimizer keeps something that cannot be stored, or with ``checkpoint.only_trained`` something
-                that is left out has changed; names it.
+            ConfigError: If the optimizer's state cannot be stored, or, with ``checkpoint.only_trained``, a parameter that is
+                left out has changed; names it.
         """
         rest = self._left_out()
         left_out = frozenset(rest.names if rest is not None else ())
@@ -243,11 +244,11 @@ class TrainState:
         }
 
     def restore(self, checkpoint: Checkpoint, *, with_data: bool = True) -> None:
-        """Loads a checkpoint; every rank calls it. Call ``resume.build_rest`` before, which is collective.
+        """Loads a checkpoint; every rank calls it. Call ``resume.build_rest``, which is collective, first.
 
         Args:
             checkpoint: The checkpoint.
-            with_data: Whether the training data continue at its position.
+            with_data: Whether the training data continue at the checkpoint's position.
 
         Raises:
             ConfigError: If it is from a different model, optimizer or dataset, or lacks parameters that this run has built
@@ -298,7 +299,7 @@ class TrainState:
         return {**self.totals.times(), "parameters": everything, "trained_parameters": trained, "data": data, **mirror}
 
     def rebuild_schedule(self) -> None:
-        """Lays the schedule out for the data as they were at the run's first start, which the loader knows by now."""
+        """Rebuilds the schedule for the size of the data at the run's first start, which the loader knows by now."""
         if self.build_schedule is not None:
             self.step.schedule = self.build_schedule()
 
@@ -342,10 +343,10 @@ class RunTotals:
         seconds: Time spent in the loop.
         skipped_steps: Attempted steps that were not applied.
         bad_samples: Samples that could not be read.
-        excluded_samples: Samples that ``data.exclude`` left out.
+        excluded_samples: Samples that were left out because of ``data.exclude``.
         worker_restarts: How many times ranks restarted their loader workers.
         spikes: Steps whose gradient norm was a spike (``train.spike``).
-        spike_grad_norm: Gradient norm of the last one; 0 before the first.
+        spike_grad_norm: Gradient norm of the last spike; 0 before the first.
         evaluations: Finished evaluations.
         evaluation_due: Whether a stop interrupted the evaluation of the last step, so that it must run on resume.
         restarts: Starts that resumed an unfinished run.
@@ -458,7 +459,7 @@ def load_module(
     """
     if problems := weight_problems(module, tensors, lambda name: name in lacks):
         raise ConfigError(
-            f"{source} is from a different model: {problems}. Use the model config that it was saved with, or another run.dir."
+            f"{source} is from a different model: {problems}. Use the model config that it was saved with, or a new run.dir."
         )
     copy_into(module, tensors)
 

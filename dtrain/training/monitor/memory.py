@@ -45,7 +45,7 @@ def out_of_memory_explained(
         device: The device of the step.
         ranks: Number of ranks.
         state: Returns the bytes of what each rank holds as a whole but could share (``state_bytes``); None: nothing.
-        why_not: Returns why the step is not done again with smaller micro-batches; "" is not said.
+        why_not: Returns why the step is not repeated with smaller micro-batches; "": the message does not mention it.
 
     Raises:
         OutOfMemory: In place of torch's or Python's error.
@@ -66,7 +66,7 @@ def out_of_memory_explained(
         if (size_now := rows()) > 1:
             smaller = next(size for size in range(size_now - 1, 0, -1) if share % size == 0)
             advice.insert(0, f"train.micro_batch_size={smaller}, which keeps the global batch and so the result")
-        kept = f" It was not done again with smaller micro-batches: {reason}." if (reason := why_not()) else ""
+        kept = f" The step was not repeated with smaller micro-batches: {reason}." if (reason := why_not()) else ""
         raise OutOfMemory(
             f"out of memory in step {step()}, with micro-batches of {size_now} rows on {_describe(device)}. Try "
             f"{'; '.join(advice)}. `dtrain doctor memory ranks={ranks}` with the arguments of this run computes what "

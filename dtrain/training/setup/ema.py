@@ -1,4 +1,4 @@
-"""The moving average of a model's weights, without a host sync: on a GPU ``skip`` is a tensor that the update selects with."""
+"""The moving average of a model's weights, updated without a host sync: on a GPU, skipped steps are selected on the device."""
 
 from __future__ import annotations
 
@@ -22,10 +22,19 @@ class Ema:
     Args:
         model: The bare model whose weights are averaged.
         decay: In [0, 1).
-        only_trained: Keep no averages of parameters that require no gradient; they stay the model's own.
+        only_trained: Keep no averages of parameters that require no gradient; the model's own values are used for them.
 
     Raises:
         ValueError: If the decay is out of range.
+
+    Example:
+        >>> import torch
+        >>> from dtrain.training.setup.ema import Ema
+        >>> model = torch.nn.Linear(2, 1)
+        >>> ema = Ema(model, decay=0.99)
+        >>> ema.update(skip=torch.tensor(False))  # after each optimizer step
+        >>> with ema.swapped_in() as averaged:
+        ...     output = averaged(torch.ones(1, 2))
     """
 
     def __init__(self, model: nn.Module, decay: float, *, only_trained: bool = False) -> None:
@@ -74,10 +83,10 @@ class Ema:
 
     @contextmanager
     def swapped_in(self) -> Iterator[nn.Module]:
-        """Inside the block the model's parameters are the averages, to evaluate, save or load them.
+        """Context manager in which the model's parameters are the averages, to evaluate, save or load them.
 
         They are exchanged in place, so compiled code, tied weights and shards keep working. Buffers do not change. A nested
-        block, such as in a hook that is called during an evaluation, exchanges nothing.
+        block, for example in a hook that is called during an evaluation, exchanges nothing.
         """
         if self._is_swapped_in:
             yield self._model

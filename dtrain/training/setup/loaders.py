@@ -207,7 +207,7 @@ def class_names(data: DataConfig) -> list[str] | None:
         if names[file] != names[files[0]]:
             raise ConfigError(
                 f"data.mixture: {files[0]} and {file} name different classes, so a label would mean two things. Pack both "
-                "sources with the same classes, or delete the file that does not hold."
+                "sources with the same classes, or delete the file that is wrong."
             )
     if files:
         return names[files[0]]
