@@ -103,7 +103,7 @@ def one_line(message: str) -> str:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Adds a line about where an error happened: commands begin with it; from Python 3.11 on it ends a traceback, too."""
+    """Adds a line about where an error happened: commands show it first; since Python 3.11 it also ends a traceback."""
     error.__notes__ = [*getattr(error, "__notes__", ()), note]
 
 

@@ -96,7 +96,7 @@ class Geometric(ABC):
         """How an image of this height and width is moved; draws a fixed number of random numbers."""
 
     def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """The sample with new arrays for its image, ``[height, width, ...]``, and for masks and boxes of it."""
+        """The sample with new arrays for its image, ``[height, width, ...]``, and for the masks and boxes of this image."""
         image = _array(sample, self.field)
         height, width = image.shape[:2]
         move = self.move(height, width, rng)
@@ -121,7 +121,7 @@ class Cropper(Geometric):
         return self.crop(height, width, rng)
 
     def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
-        """The sample with its image, uint8 ``[height, width, 3]``, and masks and boxes of it, replaced by new arrays."""
+        """The sample with new arrays for its image, uint8 ``[height, width, 3]``, and for the masks and boxes of this image."""
         image_of(sample, self.field)
         return super().__call__(sample, rng)
 

@@ -55,8 +55,8 @@ class Classification:
         ``[classes, classes]``: entry ``[i, j]`` counts the valid rows of class ``i`` that were predicted as class ``j``.
 
         Raises:
-            ValueError: If the shapes of logits and labels do not match, ``top5`` is set with fewer than five classes, or, on a
-                CPU, a label is out of range.
+            ValueError: If the shapes of logits and labels do not match.
+            DataError: If ``top5`` is set with fewer than five classes, or, on a CPU, a label is out of range.
         """
         logits, labels, valid = (
             self._logits(model, batch),

@@ -60,8 +60,10 @@ class Contrastive:
         self._max_scale = max_scale
 
     def __call__(self, model: nn.Module, batch: Batch) -> Output:
-        """Collective. Returns the loss and the metrics ``first_to_second`` and ``second_to_first``, the shares of rows whose
-        most similar partner among the rows of all ranks is their own.
+        """Collective. Returns the loss and the metrics ``first_to_second`` and ``second_to_first``.
+
+        These are retrieval accuracies: the share of rows whose most similar partner, among the rows of all ranks, is the right
+        one.
 
         Raises:
             DataError: If the model does not return two embeddings of the same shape and a scale.

@@ -1,10 +1,10 @@
-"""A step that runs out of memory on a rank is done again by all ranks, with the same samples in smaller micro-batches.
+"""When a rank runs out of memory in a step, all ranks repeat the step with the same samples in smaller micro-batches.
 
-The global batch, its order and, up to rounding, the result do not depend on the micro-batch, so this changes memory and speed
-only. The other ranks cannot know at once, because they may wait in a collective of the step:
+The global batch, its order and, up to rounding, the result do not depend on the size of micro-batches, so only memory and speed
+change. The other ranks do not know at once, because they may be waiting in a collective of the step:
 
-1. The rank without memory drops its gradients and takes part in the collectives of DDP or FSDP that are left of the window,
-   with zeros (``UnfinishedWindow``). It does so in the next window, too, if that begins before all ranks know.
+1. The rank without memory drops its gradients and takes part in the remaining collectives of DDP or FSDP of the window,
+   with zeros (``UnfinishedWindow``). It also does so in the next window, if that begins before all ranks know.
 2. Its count in the vote is minus infinity. So all ranks skip the step, and read why in ``settle`` (``StepOutOfMemory``).
 3. They move the loader back by one step, divide the micro-batch (``smaller``), and wrap the model in a new DDP or
    reset the sharded one.
@@ -100,7 +100,7 @@ def rehearse(run: TrainState, batch: Batch) -> str:
 
 
 def smaller(rows: int, share: int) -> int | None:
-    """The size of micro-batches to go on with: the largest divisor of a rank's ``share`` of at most half of ``rows``."""
+    """The size of micro-batches to continue with: the largest divisor of a rank's ``share``, at most half of ``rows``."""
     return next((size for size in range(rows // 2, 0, -1) if share % size == 0), None)
 
 

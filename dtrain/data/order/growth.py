@@ -3,7 +3,7 @@
 * A *shard list* has the name, the samples and a check of every shard that a run has known, in the order of their numbers. It is
   a part of the state. Names that count up, such as ``train-000.tar``, ``train-001.tar``, are stored as one range.
 * *Known shards keep their numbers*, and new ones are appended, however their names sort. So samples keep their numbers, and
-  with them their augmentation and their places in the epoch. A shard that was removed keeps its number, too.
+  with them their augmentation and their places in the epoch. A shard that was removed also keeps its number.
 * ``data.grow`` decides when new shards join: ``next_epoch``, or ``now``: the rest of the current epoch then consists of the
   samples that were not used yet and of all new ones, each once.
 """

@@ -1,12 +1,13 @@
-"""The sources of a mixture: which sample a source gives after how many others.
+"""The sources of a mixture: which sample a source gives next, computed from the number of samples it has given so far.
 
-* Each source goes through its own *epochs*. The line of an epoch is cut into as many *lanes* as those of the other sources, and
-  the lanes take *turns* (``Turns``). So one number, the samples that a source has given so far, says how far each lane is.
+* Each source goes through its own *epochs*. The line of each epoch, of every source, is cut into the same number of *lanes*,
+  which take *turns* (``Turns``). So one number, the samples that a source has given so far, determines the position of each
+  lane.
 * After shards have joined or left in the middle of an epoch, a source has two kinds of epochs: the *cut epoch* (``CutEpoch``),
-  which goes on with the shards that it began with, or with what is left of them and the new ones, and the epochs after it,
-  which have all present shards. ``Epochs`` says where they begin.
+  which continues with the shards it began with, or with the rest of them and the new ones; and the epochs after it, which have
+  all present shards. ``Epochs`` determines where they begin.
 
-Places on the line of a cut epoch are those of its last cut (``lines.CutLines``); its samples before that cut are not needed.
+Places on the line of a cut epoch refer to its last cut (``lines.CutLines``); its samples before that cut are not needed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""How far a run on a mixture has come: the committed steps, and its state in a checkpoint.
+"""The position of a run on a mixture: its committed steps, and its state in a checkpoint.
 
-* The *base* is the step from which the current global batch size and weights apply, and what each source had given before.
-  A run that is resumed with other values continues with a new base.
+* The *base* is the step from which the current global batch size and weights apply, and the number of samples that each source
+  had given before. A run that is resumed with different values continues with a new base.
 * The state has one number for each source, the samples that it has given, which ``mixed_sources`` turns into epochs and
   lanes. It does not depend on the number of ranks.
-* Shards of a source may join and leave between two starts (``growth``). Its own epoch goes on with what it began with, or also
-  with the new shards (``Epochs``). The deal, and the other sources, do not change.
+* Shards of a source may join and leave between two starts (``growth``). The source's current epoch continues with the shards it
+  began with, or with the new ones as well (``Epochs``). The deal, and the other sources, do not change.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a start of a run begins, and where it ends: the newest checkpoint, weights of another run, and the number of steps.
+"""Where a start of a run begins and ends: from the newest checkpoint or the weights of a different run, after how many steps.
 
 * All functions but ``EarlierStarts.prepare`` only read, so a refused start leaves the run directory untouched.
 * A run *shows progress* if its status, metrics or sample logs have a step. Without a whole checkpoint it is refused, unless
