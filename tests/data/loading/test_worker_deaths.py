@@ -459,7 +459,7 @@ def augment(name: str, **arguments: Any) -> str:
 
 
 SHORT = (
-    "train.max_steps=12",
+    "train.max_steps=8",
     "train.eval_every=0",
     "checkpoint.every_steps=4",
     "data.start_method=fork",
