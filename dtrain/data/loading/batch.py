@@ -186,7 +186,7 @@ class Batch(dict[str, Any]):
         yield self.valid
 
     def pin_memory(self) -> Batch:
-        """The batch in page-locked memory; called by torch's DataLoader."""
+        """The batch in page-locked memory."""
         return self.mapped(lambda tensor: tensor.pin_memory())
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Batch:

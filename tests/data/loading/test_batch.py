@@ -315,7 +315,7 @@ def arrived(batch: Batch) -> tuple[Batch, int]:
     sent = bytes(ForkingPickler.dumps(IpcBatch(batch)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # such as that of torch for read-only arrays
-        got = ForkingPickler.loads(sent)
+        got = ForkingPickler.loads(sent).batch
     return got, sum(tensor.is_shared() for tensor in got.tensors())
 
 
