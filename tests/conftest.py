@@ -78,6 +78,9 @@ def _own_environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
             del os.environ[name]
     os.environ["DTRAIN_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["WANDB_MODE"] = "offline"
+    # torch 2.9 reads it once, in the first process group of this process, whose state forked ranks inherit.
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # unset, tokenizers 0.22 warns in every rank that is forked
     yield
     os.environ.clear()
     os.environ.update(before)

@@ -34,7 +34,8 @@ def test_a_finished_run_says_so_and_is_left_as_it_is(
     assert tree(tmp_path) == before
     said = capfd.readouterr()
     assert_refused(said.out, "finished at step 2 already", str(tmp_path), "train.max_steps=MORE")
-    assert said.out.count("\n") == 1
+    # torch 2.9 writes a line of its own for each process group of gloo.
+    assert len([line for line in said.out.splitlines() if not line.startswith("[Gloo]")]) == 1
     assert said.err == ""
 
 

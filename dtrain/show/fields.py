@@ -83,7 +83,7 @@ def _facts(
     count = total = squares = 0.0
     low, high, not_finite = math.inf, -math.inf, 0
     for batch, column in zip(batches, columns, strict=True):
-        values = column[batch.valid].to(torch.float64).reshape(-1)
+        values = column.to(torch.float64)[batch.valid].reshape(-1)
         finite = values[values.isfinite()]
         not_finite += len(values) - len(finite)
         if len(finite):

@@ -41,7 +41,8 @@ sys.modules["dtrain"] = sys.modules["tests"] = None
 pickle.load = pickle.loads = torch.load = torch._C._pickle_load_obj = refuse
 program = torch.export.load(sys.argv[1]).module()
 with np.load(sys.argv[2]) as rows:
-    np.savez(sys.argv[3], **{name: program(torch.from_numpy(rows[name])).numpy() for name in rows.files})
+    with torch.no_grad():
+        np.savez(sys.argv[3], **{name: program(torch.from_numpy(rows[name])).numpy() for name in rows.files})
 """
 WITH_ONNXRUNTIME = """
 import sys

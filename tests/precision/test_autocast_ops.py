@@ -83,6 +83,17 @@ _UNARY = ("acos", "asin", "cosh", "erfinv", "expm1", "log10", "log1p", "log2", "
 _BINARY = ("addcmul", "atan2", "cdist", "dist", "cosine_similarity", "smooth_l1_loss", "soft_margin_loss", "addbmm")
 
 
+def on_cuda(name: str, low: torch.dtype) -> str:
+    try:
+        return autocast_table.measured(name, "cuda", low)
+    except torch.AcceleratorError:
+        if torch.cuda.is_available():
+            raise
+        pytest.skip(
+            "torch 2.9 for CUDA asks the driver, also on fake tensors, which kernel a convolution or attention takes"
+        )
+
+
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_autocast_on_cuda_is_as_torch_documents(low: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     three, matrix = (2, 3, 3), autocast_table.MATRIX
@@ -93,7 +104,7 @@ def test_autocast_on_cuda_is_as_torch_documents(low: torch.dtype, monkeypatch: p
     documented = {name: kind for kind, names in autocast_table.DOCUMENTED.items() for name in names}
     checked = [name for name in autocast_table.OPERATIONS if name in documented]
     assert len(checked) > 50
-    found = {name: autocast_table.measured(name, "cuda", low) for name in checked}
+    found = {name: on_cuda(name, low) for name in checked}
     assert found == {name: documented[name] for name in checked}
     assert not torch.is_autocast_enabled("cuda")
 
@@ -103,7 +114,7 @@ def test_every_operation_of_the_table_can_be_called_on_both_devices(low: torch.d
     kinds = {autocast_table.SIXTEEN, autocast_table.FP32, autocast_table.WIDEST, autocast_table.REFUSED}
     for name in autocast_table.OPERATIONS:
         assert autocast_table.measured(name, "cpu", low) in kinds
-        assert autocast_table.measured(name, "cuda", low) in kinds
+        assert on_cuda(name, low) in kinds
 
 
 # -- dtrain's own losses

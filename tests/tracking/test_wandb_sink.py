@@ -485,9 +485,8 @@ def test_a_wandb_process_that_is_killed_leaves_one_line_and_no_traceback(tmp_pat
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=200, check=True
     )
     assert done.stdout.endswith("finished at step 1\n")
-    # What wandb raises depends on the moment: the connection is lost, or reset.
-    assert len(re.findall(r"^wandb: .*onnection .*The run continues without it", done.stdout, re.MULTILINE)) == 1, (
-        done.stdout
-    )
-    assert done.stderr == ""
+    # What wandb raises depends on its version and on the moment: the connection is lost, or reset, or the pipe is broken.
+    told = re.findall(r"^wandb: .*(?:onnection |Broken pipe).*The run continues without it", done.stdout, re.MULTILINE)
+    assert len(told) == 1, done.stdout
+    assert "Traceback" not in done.stdout + done.stderr
     assert "Traceback" in (tmp_path / "logs" / "rank-00000.log").read_text()

@@ -367,7 +367,9 @@ class PenaltyTask:
             weight = weight.full_tensor()  # type: ignore[operator]
         elif self._kind == "to_local":
             weight = weight.to_local()  # type: ignore[operator]
-        penalty = weight.square().sum() if self._kind != "norm" else weight.norm().full_tensor()
+        penalty = weight.square().sum()
+        if self._kind == "norm":  # without norm(), whose gradient torch 2.9 cannot shard
+            penalty = penalty.sqrt().full_tensor()  # type: ignore[attr-defined]
         return Output(output.loss_sum + 0.01 * output.count * penalty, output.count)
 
 

@@ -31,6 +31,7 @@ ON_OVERFLOW = ("error", "clamp", "fp32")
 # No role, or a role that the extension may imply: labels are integers, so floats under that role are undeclared.
 _UNDECLARED = (None, "label")
 _MIN_SAVING = 256  # bytes per sample that are worth a suggestion
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 class Batch(dict[str, Any]):
@@ -184,7 +185,7 @@ class Batch(dict[str, Any]):
         """A batch of the given rows, which may repeat; ``other_columns`` is empty."""
         index = torch.tensor(rows, dtype=torch.int64).to(self.valid.device, non_blocking=True)
         columns = {
-            name: column[index] if isinstance(column, Tensor) else [column[row] for row in rows]
+            name: rows_of(column, index) if isinstance(column, Tensor) else [column[row] for row in rows]
             for name, column in self.items()
         }
         batch = self._with(columns, self.valid[index])
@@ -197,7 +198,7 @@ class Batch(dict[str, Any]):
         yield self.valid
 
     def pin_memory(self) -> Batch:
-        """The batch in page-locked memory; called by torch's DataLoader."""
+        """The batch in page-locked memory."""
         return self.mapped(lambda tensor: tensor.pin_memory())
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> Batch:
@@ -209,6 +210,12 @@ class Batch(dict[str, Any]):
         batch = Batch(columns, self.rows, valid, self.bad, self.transfer, self.transfer_bytes)
         batch.sources = self.sources
         return batch
+
+
+def rows_of(column: Tensor, index: Tensor) -> Tensor:
+    """``column[index]``; torch 2.9 cannot index uint16, uint32 and uint64 on a CPU."""
+    signed = _SIGNED.get(column.dtype)
+    return column[index] if signed is None else column.view(signed)[index].view(column.dtype)
 
 
 class Rows:

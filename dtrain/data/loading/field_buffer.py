@@ -23,7 +23,7 @@ from torch.utils.data import get_worker_info
 from dtrain.data.fields.crop import Crop
 from dtrain.data.fields.decode import decode as decode_member
 from dtrain.data.fields.field import INT64, DataError, Field
-from dtrain.data.loading.batch import Transfer
+from dtrain.data.loading.batch import Transfer, rows_of
 from dtrain.data.loading.ipc import worker_storage
 
 _NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
@@ -132,7 +132,7 @@ class FieldBuffer:
         """
         numbers = np.maximum(samples, 0)
         if isinstance(column, Tensor):
-            values = column.detach()[torch.from_numpy(numbers)]
+            values = rows_of(column.detach(), torch.from_numpy(numbers))
         else:
             values = torch.from_numpy(column[numbers])
             if column.ndim == 1:  # as ``put`` and ``data`` convert numbers

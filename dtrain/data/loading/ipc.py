@@ -43,7 +43,7 @@ _NOT_PICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 
 
 class IpcBatch:
-    """A batch in the form in which a worker sends it; it is unpickled in another process as a ``Batch``.
+    """A batch in the form in which a worker sends it; it is unpickled in another process as a ``ReceivedBatch``.
 
     Raises:
         SharedMemoryFull: If there is no space for a large tensor.
@@ -65,6 +65,17 @@ class IpcBatch:
         return _unpickled, (self._pickled,)
 
 
+class ReceivedBatch:
+    """A batch in the trainer. It is no mapping: of a mapping, torch 2.9 page-locks the fields and not ``valid``."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def pin_memory(self) -> ReceivedBatch:
+        """The batch in page-locked memory; torch's thread calls it."""
+        return ReceivedBatch(self.batch.pin_memory())
+
+
 class LostBatch:
     """A batch whose shared memory cannot be opened, because its worker ended before the trainer had received it."""
 
@@ -76,9 +87,9 @@ class LostBatch:
         return self
 
 
-def _unpickled(pickled: bytes) -> Batch | LostBatch:
+def _unpickled(pickled: bytes) -> ReceivedBatch | LostBatch:
     try:
-        return Batch(*pickle.loads(pickled))
+        return ReceivedBatch(Batch(*pickle.loads(pickled)))
     except (
         ConnectionError,
         FileNotFoundError,

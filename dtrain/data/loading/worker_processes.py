@@ -39,7 +39,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from dtrain.data.loading.batch import Batch
-from dtrain.data.loading.ipc import IpcBatch, LostBatch, Slots, use_slots
+from dtrain.data.loading.ipc import IpcBatch, LostBatch, ReceivedBatch, Slots, use_slots
 from dtrain.distributed.process_exit import exit_with_parent, kill_with_parent
 
 logger = logging.getLogger("dtrain")
@@ -55,7 +55,9 @@ _KILL_SECONDS = 1.0
 _LOOK_SECONDS = 0.2
 
 
-def start_workers(dataset: IterableDataset[Batch], loading: Mapping[str, Any]) -> tuple[Iterator[Batch], Slots]:
+def start_workers(
+    dataset: IterableDataset[Batch], loading: Mapping[str, Any]
+) -> tuple[Iterator[ReceivedBatch | LostBatch], Slots]:
     """Starts the workers of a stream.
 
     Args:
@@ -105,29 +107,29 @@ class WorkerDied(BaseException):
     """A worker has ended while the trainer waits for a batch. torch's iterator, which would not survive it, passes it on."""
 
 
-def next_batch(iterator: Iterator[Batch]) -> Batch:
+def next_batch(iterator: Iterator[ReceivedBatch | LostBatch]) -> Batch:
     """The next batch of the workers.
 
     Raises:
         WorkerDied: If a worker was killed or has exited; the iterator has to be ended then.
     """
-    batch: Batch | LostBatch = next(iterator)
-    if isinstance(batch, LostBatch):
+    received = next(iterator)
+    if isinstance(received, LostBatch):
         deadline = time.monotonic() + _KILL_SECONDS  # its sockets are closed before the process is gone
         while not dead_workers(iterator):
             if time.monotonic() > deadline:
-                raise batch.error
+                raise received.error
             time.sleep(0.01)
         raise WorkerDied
-    return batch
+    return received.batch
 
 
-def dead_workers(iterator: Iterator[Batch]) -> list[int]:
+def dead_workers(iterator: Iterator[Any]) -> list[int]:
     """The numbers of the workers that a signal killed, or that ended with an exit code."""
     return [number for number, worker in enumerate(getattr(iterator, "_workers", ())) if worker.exitcode]
 
 
-def end_workers(iterator: Iterator[Batch], slots: Slots | None, owner: int) -> None:
+def end_workers(iterator: Iterator[Any], slots: Slots | None, owner: int) -> None:
     """Ends the workers of a stream; one that is stuck is killed.
 
     Args:

@@ -94,7 +94,7 @@ class WorkerStream:
         _open_streams.add(self)
 
     def _start(self, dataset: MicroBatches) -> None:
-        self._iterator: Iterator[Batch] | None
+        self._iterator: Iterator[Any] | None
         self._slots: Slots | None = None
         if self._loading["num_workers"]:
             self._iterator, self._slots = start_workers(dataset, self._loading)
@@ -157,7 +157,8 @@ class WorkerStream:
             self._start(
                 self._dataset.from_micro_batch(self._epoch, self._step, self._micro_batch, self._restarts.deadly)
             )
-        return next(self._iterator)
+        batch: Batch = next(self._iterator)
+        return batch
 
     def close(self) -> None:
         """Ends the workers."""

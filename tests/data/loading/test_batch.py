@@ -299,12 +299,23 @@ def test_a_few_floats_or_fp32_in_transfer_are_worth_no_line() -> None:
         assert make_transfer("fp16", None, **options).suggestions({"x": torch.zeros(4, 1000)}) == []
 
 
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.bfloat16, torch.int64])
+def test_rows_are_chosen_from_columns_of_any_type(dtype: torch.dtype) -> None:
+    column = torch.tensor([[0, 1], [2, 40_000], [4, 5]]).to(dtype)
+    batch = Batch({"x": column, "text": ["a", "b", "c"]}, ["s/0", "", "s/2"], torch.tensor([True, False, True]))
+    chosen = batch.chosen([1, 1, 0])
+    assert chosen["x"].dtype == dtype
+    assert chosen["x"].tolist() == [column[row].tolist() for row in (1, 1, 0)]
+    assert chosen["text"] == ["b", "b", "a"]
+    assert batch.valid_rows()["x"].tolist() == [column[0].tolist(), column[2].tolist()]
+
+
 def arrived(batch: Batch) -> tuple[Batch, int]:
     """The batch as another process gets it, and how many of its tensors were sent as open files."""
     sent = bytes(ForkingPickler.dumps(IpcBatch(batch)))
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # such as that of torch for read-only arrays
-        got = ForkingPickler.loads(sent)
+        got = ForkingPickler.loads(sent).batch
     return got, sum(tensor.is_shared() for tensor in got.tensors())
 
 

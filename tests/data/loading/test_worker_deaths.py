@@ -187,7 +187,8 @@ def test_workers_die_while_a_thread_page_locks_batches(
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cpu"))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda index: None)
-    monkeypatch.setattr(Batch, "pin_memory", lambda self, device=None: self)
+    pinned: list[int] = []
+    monkeypatch.setattr(Batch, "pin_memory", lambda self: pinned.append(len(self.valid)) or self)
     monkeypatch.setattr("threading.excepthook", lambda told: None)
     loader = make(shards, start_method="fork")
     loader._loading["pin_memory"] = True
@@ -208,6 +209,7 @@ def test_workers_die_while_a_thread_page_locks_batches(
     assert_equal(batches(loader, 1, kill), batches(make(shards, num_workers=0), 1))
     assert loader.restarts.count == 1
     assert not any(thread.is_alive() for thread in threads)
+    assert pinned  # by dtrain, as ``valid`` has to be, and not field by field by torch
     loader.close()
 
 

@@ -276,7 +276,10 @@ def test_weights_that_do_not_fit_are_refused_by_name(
     "dtype", [torch.int8, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=lambda dtype: str(dtype)
 )
 def test_weights_of_a_type_that_is_no_weight_are_refused_by_name(tmp_path: Path, dtype: torch.dtype) -> None:
-    save_file({"weight": torch.zeros(2, 2).to(dtype), "bias": torch.zeros(2)}, tmp_path / "w.safetensors")
+    try:
+        save_file({"weight": torch.zeros(2, 2).to(dtype), "bias": torch.zeros(2)}, tmp_path / "w.safetensors")
+    except KeyError:
+        pytest.skip(f"safetensors before 0.7 cannot store {dtype}")
     with refused(ConfigError, "weight has dtype", dtype_name(dtype), "fp32"):
         starting_weights(RunConfig(weights_from=str(tmp_path / "w.safetensors")), nn.Linear(2, 2))
 
