@@ -4,9 +4,11 @@ import gc
 import logging
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -99,7 +101,20 @@ def digits(_own_environment: None) -> Path:
     from dtrain.data.digits import prepare, shard_dir
 
     prepare()
+    _warm_up()
     return Path(shard_dir())
+
+
+def _warm_up() -> None:
+    """A run in this process: what is done once in a process, its forks need not do. That is a seventh of a short run."""
+    from dtrain import command_line, train
+
+    hook = sys.excepthook  # torch sets its own
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ), torch.random.fork_rng():
+        short = ("tracker=none", "data.num_workers=0", "train.max_steps=2", "data.eval=null", "model.width=4")
+        command_line.run(train.train, ["experiment=digits", f"run.dir={folder}/run", *short])
+    logging.getLogger("dtrain").setLevel(logging.NOTSET)
+    sys.excepthook = hook
 
 
 @pytest.fixture(scope="session")

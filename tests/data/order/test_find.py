@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.data.order.epoch_order import EpochOrder, Layout, choose_lanes
@@ -83,7 +83,7 @@ def layouts(draw: st.DrawFn, shuffle: str) -> Layout:
     return Layout(per_lane * lanes, lanes)
 
 
-@examples(100)
+@settings(max_examples=100)  # by default too: one sample at the end of a layout makes the difference
 @given(
     counts=st.lists(st.integers(0, 12), min_size=1, max_size=10).filter(any),
     recipe=recipes(),
