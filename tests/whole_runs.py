@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -19,6 +20,8 @@ from torch import Tensor
 from dtrain import command_line, train
 from dtrain.config import compose, schema
 from dtrain.config.explain import options_last
+from dtrain.runs.run_dir import code_commits
+from dtrain.training import build
 from dtrain.training.checkpoint.checkpoints import read_folder
 from tests.forked_python import forked_python
 from tests.ranks import run_ranks
@@ -34,13 +37,23 @@ def train_on(ranks: int, run_dir: Path, *overrides: str, experiment: str = "digi
     quiet = [override for override in QUIET if override.partition("=")[0] not in chosen]
     arguments = [f"experiment={experiment}", f"run.dir={run_dir}", *quiet, *overrides]
     composed = _composed(arguments)
+    commits = _commits(Path.cwd())
     Image.init()  # loads the formats of images, which each rank would do
 
     def rank(number: int) -> None:
-        with mock.patch.object(compose, "_call_hydra", composed or compose._call_hydra):
+        with (
+            mock.patch.object(compose, "_call_hydra", composed or compose._call_hydra),
+            mock.patch.object(build, "code_commits", return_value=commits),
+        ):
             command_line.run(train.train, arguments)
 
     run_ranks(ranks, rank, init=False, timeout=timeout)
+
+
+@functools.cache
+def _commits(folder: Path) -> dict[str, str]:
+    """The commits of the code: git takes a tenth of the time of a short run for them."""
+    return code_commits()
 
 
 def _composed(arguments: list[str]) -> Callable[[Callable[[DictConfig], None], list[str]], None] | None:
