@@ -13,7 +13,7 @@ import subprocess
 
 import modal
 
-OVERRIDES = ["experiment=digits", "run.dir=/root/runs/digits", "checkpoint.mirror=s3://BUCKET/runs/digits"]  # EDIT
+OVERRIDES = ["experiment=digits", "run.dir=runs/digits", "checkpoint.mirror=s3://BUCKET/runs/digits"]  # EDIT
 STOPPED = 75  # exit code of a run that was stopped and can be resumed
 
 image = modal.Image.debian_slim("3.12").apt_install("git")

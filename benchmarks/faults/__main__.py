@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,11 @@ def main() -> None:
             module = importlib.import_module(f"benchmarks.faults.{name}")
             if hasattr(module, "prepare"):
                 module.prepare(folder / name / "data")
-        seeds = iter(range(arguments.seed, arguments.seed + arguments.rounds * len(there)))
+        measured = itertools.count()
         found = harness.interleaved(
             arguments.rounds,
             there,
-            lambda name: measure(name, folder / name, arguments.kills, arguments.seed + next(seeds) // len(there)),
+            lambda name: measure(name, folder / name, arguments.kills, arguments.seed + next(measured) // len(there)),
         )
     show(arguments, {name: found.get(name, []) for name in arguments.only})
 
