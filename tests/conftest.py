@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import is_hypothesis_test, settings
 
+from tests.forked_python import forked_python
 from tests.property_tests import QUICK, THOROUGH
 from tests.quick_hydra import quick_hydra
 
@@ -153,6 +154,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "a.txt").write_text(words[: 160 * 16])
     assert pack.main(["text", str(folder / "a.txt"), str(folder / "shards"), "--length=16", "--shards=4"]) in (0, None)
     return folder / "shards"
+
+
+@pytest.fixture
+def forked_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What dtrain starts with this interpreter are forks of a process that has imported torch."""
+    monkeypatch.setattr(sys, "executable", forked_python())
 
 
 @pytest.fixture

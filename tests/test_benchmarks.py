@@ -114,6 +114,7 @@ def test_config_behind_a_list_of_numbers_is_config(monkeypatch: pytest.MonkeyPat
     assert (arguments.ranks, arguments.rounds, arguments.overrides) == ([1, 2], 1, ["model=mlp", "a.b=c"])
 
 
+@pytest.mark.slow
 def test_a_function_runs_in_another_process() -> None:
     assert harness.in_new_process(os.path.join, "a", "b") == "a/b"
 

@@ -56,6 +56,7 @@ def test_a_bug_shows_its_traceback_on_the_rank_that_has_it(capsys: pytest.Captur
     assert "ZeroDivisionError: a bug" in message
 
 
+@pytest.mark.slow
 def test_a_traceback_begins_with_the_code_of_the_user_and_the_last_line_says_what_failed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -174,6 +175,7 @@ def test_hydra_s_own_options_work(capsys: pytest.CaptureFixture[str], option: st
     assert "digits" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_help_may_be_cut_by_its_reader() -> None:
     code = "from dtrain.command_line import run; run(print, ['--help'])"
     done = subprocess.run(

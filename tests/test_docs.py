@@ -80,6 +80,7 @@ def test_commands_are_in_blocks_of_bash_where_they_are_run_or_say_why_not(page: 
     assert empty == [], "only blocks of bash and python are run, so others need no reason"
 
 
+@pytest.mark.slow
 @by_page
 def test_every_command_of_a_page_that_is_not_run_is_accepted_with_its_options_and_keys(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -118,6 +118,7 @@ def test_raw_weights_and_another_precision_are_a_key_away(finished_run: Path, di
     assert numbers(text)["loss"] == pytest.approx(expected["loss"], rel=0.02)
 
 
+@pytest.mark.slow
 def test_several_precisions_are_one_table_of_what_each_gives_alone(
     finished_run: Path, digits: Path, tmp_path: Path
 ) -> None:

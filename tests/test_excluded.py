@@ -27,7 +27,8 @@ def train(ranks: int, run_dir: Path, *overrides: str) -> None:
     train_on(ranks, run_dir, "model._target_=tests.toys.NetWithDropout", *usual, *overrides)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_a_branch_without_samples_equals_a_run_that_never_used_them(tmp_path: Path, ranks: int) -> None:
     train(ranks, tmp_path / "whole")
     uses = logged(tmp_path / "whole")
@@ -55,6 +56,7 @@ def test_a_branch_without_samples_equals_a_run_that_never_used_them(tmp_path: Pa
     assert replay_on(ranks, tmp_path / "never", "replay.steps=[18,24]")["equal"]
 
 
+@pytest.mark.slow
 def test_a_changed_list_is_printed_and_a_killed_run_counts_on(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

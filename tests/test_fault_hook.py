@@ -99,6 +99,7 @@ def test_faults_of_numbers_samples_and_disks_are_survived_and_show_in_the_record
     assert "model.safetensors" in problems[0]
 
 
+@pytest.mark.slow
 def test_a_hang_ends_with_a_line_for_each_rank(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(RanksFailed):
         train_on(2, tmp_path, *SMALL, "train.max_steps=6", "parallel.timeout_step=1", faulty("hang@rank=1,step=3"))

@@ -25,6 +25,7 @@ print("child", child.pid, flush=True)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="orphans are adopted on Linux only")
 @pytest.mark.parametrize("then", ["", "time.sleep(1000)"], ids=["ends", "hangs"])
 def test_processes_in_sessions_of_their_own_end_with_the_command(tmp_path, then):

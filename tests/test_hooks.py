@@ -94,6 +94,7 @@ def test_impossible_options_are_refused(options: dict[str, Any], names: tuple[st
         EarlyStopping(**options)
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_at_the_step_of_an_undisturbed_one(tmp_path: Path) -> None:
     options = (*SMALL, "train.eval_every=2", "checkpoint.every_steps=1", "train.max_steps=20")
     with pytest.raises(RanksFailed):
@@ -204,6 +205,7 @@ def described(model: nn.Module, batch: Batch) -> dict[str, str]:
     return {"keys": " ".join(batch.sample_keys), "noise": f"{noise}"}
 
 
+@pytest.mark.slow
 def test_samples_of_each_evaluation_are_media_of_the_run(tmp_path: Path) -> None:
     options = (*SMALL, "train.eval_every=1", "train.max_steps=4", "tracker.media=true")
     function = f"{{_target_: {__name__}.described, _partial_: true}}"

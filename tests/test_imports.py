@@ -86,6 +86,7 @@ def test_only_the_config_knows_omegaconf() -> None:
     assert outside == {"completion.py"}  # it lists the keys without composing a config
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOT_LOADED)
 def test_an_import_does_not_load_what_it_does_not_need(name: str) -> None:
     folder = ROOT.joinpath(*name.removesuffix(".*").split("."))
@@ -99,6 +100,7 @@ def test_an_import_does_not_load_what_it_does_not_need(name: str) -> None:
     assert not unwanted, f"importing {name} loads {', '.join(unwanted)}; import it in the function that needs it"
 
 
+@pytest.mark.slow
 def test_a_training_without_a_tracker_loads_no_package_that_it_does_not_use(digits: Path, tmp_path: Path) -> None:
     arguments = [
         "experiment=digits",

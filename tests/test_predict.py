@@ -73,6 +73,7 @@ def probabilities(run_dir: Path, path: Path) -> torch.Tensor:
         return model(((pixels / 255 - 0.5) / 0.5).permute(2, 0, 1)[None])[0].softmax(0)
 
 
+@pytest.mark.slow
 def test_the_command_reports_unusable_files_and_predicts_the_others(
     artefact: Path,
     images: list[Path],

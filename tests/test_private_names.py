@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dtrain"
 #: Documented, or config keys, although their names begin with an underscore.
@@ -68,6 +70,7 @@ def table() -> list[tuple[list[str], list[str], str]]:
     return [(re.findall(r"`([^`]+)`", row[0]), row[1].strip().split(", "), row[3].strip()) for row in rows]
 
 
+@pytest.mark.slow
 def test_every_private_name_in_the_code_is_in_the_table() -> None:
     listed = {(name.rpartition(".")[2], file) for names, files, _ in table() for name in names for file in files}
     missing = {(name, file) for name, file in used() if (name.rpartition(".")[2], file) not in listed}

@@ -49,6 +49,7 @@ def require(package: str) -> None:
     pytest.importorskip(package, reason=f"pip install {package}: the recipe needs it")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", RECIPES, ids=[recipe.splitlines()[1] for recipe in RECIPES])
 def test_every_recipe_of_the_page_composes_and_takes_a_step_where_its_packages_are(recipe: str, tmp_path: Path) -> None:
     cfg = composed(recipe, tmp_path)

@@ -25,11 +25,12 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory, digits: Path) -> Path:
     return run_dir
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
         pytest.param(3, [], id="3 ranks, which do not divide 64"),
-        pytest.param(2, ["train.micro_batch_size=8"], id="2 ranks x 4 micro-batches", marks=pytest.mark.slow),
+        pytest.param(2, ["train.micro_batch_size=8"], id="2 ranks x 4 micro-batches"),
         pytest.param(1, ["train.micro_batch_size=16", "data.num_workers=3"], id="1 rank x 4, 3 workers"),
     ],
 )
@@ -70,6 +71,7 @@ def test_a_checkpoint_continues_on_another_number_of_ranks_with_each_sample_once
     assert {line["step"] for line in lines} == set(range(1, 24))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_every_half_precision_learns_and_logs_the_documented_names(tmp_path: Path, precision: str) -> None:
     train_on(2, tmp_path, f"precision={precision}", "train.max_epochs=2", "model.width=8", "train.log_every=23")
@@ -109,6 +111,7 @@ def test_bad_input_is_one_message_on_rank_zero_and_an_error_everywhere(
     assert_refused(message, *names)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train_on(1, tmp_path / "a", "train.max_steps=1", "model.width=8")
     train_on(1, tmp_path / "b", "train.max_steps=1", "model.width=16")

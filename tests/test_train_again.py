@@ -55,6 +55,7 @@ def test_a_run_directory_alone_resumes_and_a_longer_length_extends(
     assert len(metrics(tmp_path)) == 6
 
 
+@pytest.mark.slow
 def test_a_stopped_run_that_is_asked_for_fewer_steps_is_refused_and_for_as_many_is_evaluated_and_finished(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,6 +73,7 @@ def test_a_stopped_run_that_is_asked_for_fewer_steps_is_refused_and_for_as_many_
     assert [record["step"] for record in records(tmp_path) if "eval/loss" in record] == [done]
 
 
+@pytest.mark.slow
 def test_fewer_epochs_than_a_run_has_done_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     train_on(1, tmp_path, *SMALL, "train.max_epochs=2", "train.global_batch_size=1437")
     before = tree(tmp_path)
@@ -86,6 +88,7 @@ def test_fewer_epochs_than_a_run_has_done_are_refused(tmp_path: Path, capfd: pyt
     assert tree(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_sweep_over_seeds_and_lengths_makes_a_run_for_each_and_can_be_repeated(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,7 @@ def test_without_the_source_of_the_schema_the_help_is_plain(monkeypatch: pytest.
     assert list(with_meanings(["run:", "  seed: 0"])) == ["run:", "  seed: 0"]
 
 
+@pytest.mark.slow
 def test_help_does_not_import_torch() -> None:
     code = (
         "import sys; from dtrain.__main__ import main; code = main(sys.argv[1:]); "

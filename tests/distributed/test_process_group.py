@@ -136,7 +136,8 @@ def test_a_collective_ends_after_the_time_out_of_a_step(tmp_path: Path) -> None:
     assert run_ranks(2, rank, init=False) == [True, True]
 
 
-@pytest.mark.parametrize("rounds", [5, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [5, 20])
 def test_ranks_end_if_they_leave_right_after_a_collective(rounds: int) -> None:
     """Every other time they hung, where DDP was the last to let go of the group."""
 

@@ -89,6 +89,7 @@ def test_a_restarted_attempt_sees_nothing_of_the_one_before() -> None:
     assert run_ranks(3, rank, init=False) == [[False, False]] * 3
 
 
+@pytest.mark.slow
 def test_the_failure_of_an_attempt_does_not_end_the_next_one() -> None:
     def rank(number: int) -> list[object]:
         def attempt() -> object:

@@ -76,6 +76,7 @@ def training(run_dir: Path, *overrides: str) -> list[str]:
     return ["-m", "dtrain.train", "experiment=digits", "tracker=none", f"run.dir={run_dir}", *overrides]
 
 
+@pytest.mark.slow
 def test_a_wrong_value_ends_the_job_with_one_line(installed: dict[str, str], tmp_path: Path) -> None:
     (line,) = failed(installed, *training(tmp_path / "run", "train.log_every=often"))
     assert line.startswith("dtrain: error: train.log_every: ")
@@ -322,6 +323,7 @@ def test_torchruns_announcements_are_dropped_and_kills_are_not(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "start",
     [

@@ -73,6 +73,7 @@ def agents(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subpr
         agent.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_torchrun_whose_ranks_have_ended_does_not_stay_in_one_call(
     agents: dict[str, subprocess.Popen[str]], name: str

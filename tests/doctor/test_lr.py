@@ -116,7 +116,8 @@ def test_the_losses_are_those_of_a_plain_loop_with_growing_rates(digits: Path) -
     assert (sum(curve.skips), curve.end) == (0, "")
 
 
-@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_find_the_losses_of_one(tmp_path: Path, digits: Path, parallel: str) -> None:
     options = (*SGD, "steps=20", "min=1e-3", "max=1", f"parallel={parallel}")
     one, two = (swept(tmp_path / f"{ranks}.json", *options, ranks=ranks) for ranks in (1, 2))
@@ -205,6 +206,7 @@ def test_a_curve_that_ends_too_early_has_no_suggestion(digits: Path) -> None:
     assert_refused(text, "suggestion  none", "4 times", "lower min=")
 
 
+@pytest.mark.slow
 def test_a_run_is_read_and_stays_as_it_is(
     finished_run: Path, torchrun: list[list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:

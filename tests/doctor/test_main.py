@@ -72,6 +72,7 @@ def test_an_error_is_in_the_last_line_and_in_the_exit_code(monkeypatch: pytest.M
     assert text.splitlines()[-1] == "not fit: cache. First: export DTRAIN_CACHE=FOLDER"
 
 
+@pytest.mark.slow
 def test_a_run_whose_packages_are_missing_is_not_measured(
     tmp_path: Path, digits: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,6 +46,7 @@ def command(folder: Path, *arguments: str) -> tuple[int, str, dict[str, Any]]:
     return code, text, json.loads((folder / "memory.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("digits")
 def test_the_command_shows_a_line_for_each_strategy_and_what_to_change(tmp_path: Path) -> None:
     code, text, found = command(tmp_path, "device_memory=0.1MB", "train.global_batch_size=64")

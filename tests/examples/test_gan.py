@@ -23,6 +23,7 @@ def train(out: Path) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_it_equals_an_undisturbed_run_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

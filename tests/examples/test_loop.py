@@ -38,6 +38,7 @@ def saved(out: Path) -> dict[str, Any]:
         return state
 
 
+@pytest.mark.slow
 def test_a_loop_resumed_in_the_middle_of_an_epoch_on_another_number_of_ranks_trains_on_the_same_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ def test_the_page_prints_the_preset() -> None:
     assert f"```yaml\n{(PRESETS / 'experiment' / 'lora.yaml').read_text()}```" in page
 
 
+@pytest.mark.slow
 def test_a_run_saves_its_adapter_only_and_its_artefact_is_the_plain_model(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,6 +97,7 @@ def _config(run_dir: Path) -> Any:
     return yaml.safe_load((run_dir / "config.yaml").read_text())
 
 
+@pytest.mark.slow
 def test_the_adapter_alone_and_the_kept_model_give_the_same_outputs(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

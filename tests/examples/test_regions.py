@@ -88,6 +88,7 @@ def evaluated(name: str, model: torch.nn.Module, task: Any) -> list[dict[str, fl
     return [result for ranks in (1, 2, 3) for result in run_ranks(ranks, rank, ranks)]
 
 
+@pytest.mark.slow
 def test_the_iou_is_that_of_scikit_learn_and_equal_to_the_last_bit_on_one_to_three_ranks(
     modules: dict[str, Any],
 ) -> None:
@@ -127,6 +128,7 @@ def average_precision(scored: list[tuple[float, bool]], boxes: int) -> float:
     return area
 
 
+@pytest.mark.slow
 def test_the_average_precision_is_that_of_a_loop_and_equal_to_the_last_bit_on_one_to_three_ranks(
     modules: dict[str, Any],
 ) -> None:

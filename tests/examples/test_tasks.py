@@ -23,6 +23,7 @@ def test_the_readme_prints_the_task_of_the_example() -> None:
     assert {*imports.splitlines()} <= {*file.splitlines()}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("digits")
 def test_the_task_of_the_readme_reports_its_own_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(OWN_TASK))
@@ -51,6 +52,7 @@ def train_pairs(ranks: int, run_dir: Path, *overrides: str) -> None:
     train_on(ranks, run_dir, *presets, *overrides, experiment="image_text")
 
 
+@pytest.mark.slow
 def test_pairs_train_alike_on_one_and_two_ranks(shapes: Path) -> None:
     for ranks in (1, 2):
         train_pairs(ranks, shapes / f"run-{ranks}", "train.max_steps=3", "train.global_batch_size=20")

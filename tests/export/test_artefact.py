@@ -230,6 +230,7 @@ def test_a_foreign_model_that_is_not_built_by_module_classes_only_needs_trust(
         assert isinstance(loaded.model, NormNet)
 
 
+@pytest.mark.slow
 def test_a_target_that_cannot_be_imported_is_refused_with_a_remedy(tmp_path: Path) -> None:
     rewrite(write_linear(tmp_path / "out"), model={"_target_": "nowhere.Net"})
     with refused(ConfigError, "nowhere.Net", "--trust"):

@@ -80,9 +80,8 @@ def require_close(outputs: Tensor, expected: Tensor, dtype: str) -> None:
     assert (outputs - expected).abs().max() < ERROR[dtype] * expected.abs().max()
 
 
-@pytest.mark.parametrize(
-    ("stored_as", "dtype"), [("pt2", "bf16"), pytest.param("onnx", "fp32", marks=pytest.mark.slow), ("onnx", "fp16")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("stored_as", "dtype"), [("pt2", "bf16"), ("onnx", "fp32"), ("onnx", "fp16")])
 def test_images_give_the_same_outputs_in_a_process_without_dtrain_for_any_number_of_rows(
     tmp_path: Path, stored_as: str, dtype: str
 ) -> None:
@@ -134,12 +133,13 @@ TOKENS = torch.randint(0, 257, (5, 12), generator=torch.Generator().manual_seed(
 IMAGES = torch.rand(5, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stored_as", "dtype", "build", "rows"),
     [
         pytest.param("pt2", "bf16", gpt, TOKENS, id="pt2-GPT"),
         pytest.param("onnx", "fp16", gpt, TOKENS, id="onnx-GPT"),
-        pytest.param("onnx", "fp16", vit, IMAGES, id="onnx-ViT", marks=pytest.mark.slow),
+        pytest.param("onnx", "fp16", vit, IMAGES, id="onnx-ViT"),
     ],
 )
 def test_a_transformer_takes_any_number_of_rows(

@@ -100,10 +100,11 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in named.items() if name.startswith("model.")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stored_as", "dtype", "error"),
     [
-        pytest.param("bf16", "pt2", torch.bfloat16, 0.1, marks=pytest.mark.slow),
+        ("bf16", "pt2", torch.bfloat16, 0.1),
         ("fp16", "onnx", torch.float16, 0.01),
     ],
 )
@@ -289,6 +290,7 @@ def test_weights_that_are_not_finite_are_refused(run_export: Export, own_run: Pa
     )
 
 
+@pytest.mark.slow
 def test_an_activation_that_overflows_is_refused_by_its_module_and_the_old_artefact_stays(
     run_export: Export, own_run: Path, eval_set: tuple[Tensor, Tensor]
 ) -> None:

@@ -72,6 +72,7 @@ def card(pushed: tuple[Path, HubServer]) -> Any:
     return hub.ModelCard(pushed[1].models["org/digits"].files()["README.md"].decode())
 
 
+@pytest.mark.slow
 def test_the_same_export_makes_the_same_files_and_no_second_commit(pushed: tuple[Path, HubServer]) -> None:
     out, server = pushed
     model = server.models["org/digits"]

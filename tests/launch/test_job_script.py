@@ -221,6 +221,7 @@ def test_time_limits_are_parsed_as_slurm_does(time: str, expected: int | None) -
     assert time_limit_seconds(time) == expected
 
 
+@pytest.mark.slow
 def test_presets_edited_after_the_submission_do_not_change_the_run(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     (mine / "experiment").mkdir(parents=True)

@@ -53,6 +53,7 @@ def test_a_launched_run_has_the_losses_of_a_run_under_torchrun(tmp_path: Path, d
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_stop_file_stops_and_the_same_command_resumes(tmp_path: Path, digits: Path) -> None:
     when_training(tmp_path, (tmp_path / "STOP").touch)
     assert launch_run(tmp_path, *LONG) == STOPPED
@@ -62,6 +63,7 @@ def test_a_stop_file_stops_and_the_same_command_resumes(tmp_path: Path, digits: 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_failure_shows_the_ranks_own_traceback_first(
     tmp_path: Path, digits: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -73,6 +75,7 @@ def test_a_failure_shows_the_ranks_own_traceback_first(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_run_that_is_refused_explains_itself_once_and_leaves_nothing(
     tmp_path: Path, digits: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -250,6 +253,7 @@ def test_two_runs_at_a_time_write_to_files_and_a_failure_does_not_stop_the_other
     assert starts[2] > max(min(starts[:2]), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_runs")
 def test_ctrl_c_stops_all_runs_of_a_sweep(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_dirs = [tmp_path / f"r-run.seed={seed}" for seed in (1, 2)]

@@ -140,6 +140,7 @@ def test_a_search_ends_with_a_table_and_the_command_of_the_best(
     assert "launch.search" not in command
 
 
+@pytest.mark.slow
 def test_a_search_that_was_stopped_continues_its_trials_and_repeats_none(place: Path, started: list[Job]) -> None:
     runs: list[Fake] = []
 
@@ -352,6 +353,7 @@ def test_a_search_in_the_directory_of_another_is_refused(place: Path, started: l
     assert (place / "s" / "search.json").read_text() == before
 
 
+@pytest.mark.slow
 def test_a_second_process_of_a_search_is_refused(place: Path, started: list[Job], capsys: Any) -> None:
     with search_lock(place / "s"):
         assert run_search(LR) == FAILED
@@ -386,6 +388,7 @@ def trials_after_cuts(place: Path, sampler: str, trials: int, cuts: Callable[[li
         assert [(trial.state, trial.values, trial.value) for trial in found(place / "t").trials] == expected, cut
 
 
+@pytest.mark.slow
 def test_a_search_that_was_killed_while_it_asked_for_a_trial_continues_with_the_same_values(
     place: Path, started: list[Job]
 ) -> None:
@@ -426,9 +429,8 @@ def test_lines_that_are_twice_or_not_at_all_in_a_journal_do_not_end_the_search(
     assert ("its values again" in capsys.readouterr().out) == (best.number == 1)
 
 
-@pytest.mark.parametrize(
-    "content", [None, *(pytest.param(text, marks=pytest.mark.slow) for text in (b"", b"[]\n")), b'{"definition": 1}\n']
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("content", [None, *(text for text in (b"", b"[]\n")), b'{"definition": 1}\n'])
 def test_the_journal_says_what_the_search_is(
     place: Path, started: list[Job], capsys: pytest.CaptureFixture[str], content: bytes | None
 ) -> None:
@@ -571,10 +573,11 @@ def test_the_metric_is_read_while_it_is_written_and_after_a_resume(tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_search_of_real_runs_is_stopped_and_resumed(tmp_path: Path, digits: Path) -> None:
     command = ["launch.max_running=2", "train.max_steps=30", "train.eval_every=10", "train.log_every=1"]
     # The interruption meets a run that pauses in its training, on any machine.
-    command += ["optimizer.lr=tag(log,interval(1e-4,1e-1))", "model.width=4,8", faulty("slow@step=10,seconds=8")]
+    command += ["optimizer.lr=tag(log,interval(1e-4,1e-1))", "model.width=4,8", faulty("slow@step=10,seconds=4")]
 
     def interrupt() -> None:
         while not list((tmp_path / "s").glob("*/faults/slow-*")):

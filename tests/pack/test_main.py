@@ -299,6 +299,7 @@ def test_index_names_every_damaged_shard_and_counts_the_others(source, tmp_path,
     assert "2 of 3 shards are damaged" in error
 
 
+@pytest.mark.slow
 def test_index_prints_the_same_for_any_number_of_processes(source, tmp_path, capsys):
     assert pack(source, tmp_path / "dst", "--shards", 3) == 0
     printed = []
@@ -316,6 +317,7 @@ def test_digits_can_be_packed_anywhere(tmp_path, capsys):
     assert len(list((tmp_path / "dst").glob("*.tar"))) == 10
 
 
+@pytest.mark.slow
 def test_the_command_itself_fails_with_one_line_and_code_1(tmp_path):
     command = [sys.executable, "-m", "dtrain.pack", "imagefolder", str(tmp_path / "none"), str(tmp_path / "dst")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -369,11 +371,11 @@ def make_text(folder):
     return ["text", folder / "one.txt", folder / "dst", "--length", 16, "--val", 0.05]
 
 
-def arrays(model, *names, slow=False):
-    marks = pytest.mark.slow if slow else ()
-    return pytest.param(lambda folder: make_arrays(folder, *names), model, id=", ".join(names), marks=marks)
+def arrays(model, *names):
+    return pytest.param(lambda folder: make_arrays(folder, *names), model, id=", ".join(names))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "model"),
     [
@@ -381,8 +383,8 @@ def arrays(model, *names, slow=False):
         pytest.param(make_text, "model.vocabulary=257", id="a single text file"),
         arrays("model.classes=", "digit", "label"),
         arrays("model.widths=[10,64,1]", "x", "price"),
-        arrays("model.widths=[10,64,", "x", "label", slow=True),
-        arrays("model.widths=[10,64,3]", "x", "y", slow=True),
+        arrays("model.widths=[10,64,", "x", "label"),
+        arrays("model.widths=[10,64,3]", "x", "y"),
     ],
 )
 def test_exactly_the_printed_command_trains(tmp_path, capsys, make, model):

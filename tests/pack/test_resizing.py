@@ -183,6 +183,7 @@ def test_shards_have_large_images_resized_and_all_others_unchanged(
     assert {path: path.read_bytes() for path in photos.rglob("*.*")} == originals
 
 
+@pytest.mark.slow
 def test_several_processes_and_an_interrupted_command_give_the_same_shards_and_counts(
     photos: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

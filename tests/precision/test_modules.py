@@ -35,7 +35,8 @@ def half_scripted() -> nn.Module:
     return net
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_script_module_trains_and_resumes_as_the_module_it_was_made_of(
     digits: Path, tmp_path: Path, precision: str
 ) -> None:

@@ -59,6 +59,7 @@ def zeros_in_the_first_layer(*overrides: str) -> float:
     return torch.stack(seen).double().mean().item()
 
 
+@pytest.mark.slow
 def test_without_scaling_the_first_layers_gradient_is_zero_and_with_it_it_is_not() -> None:
     in_fp32 = zeros_in_the_first_layer("precision=fp32")
     unscaled = zeros_in_the_first_layer("precision=fp16", "precision.loss_scale=none")

@@ -39,6 +39,7 @@ def run_dir(trained: Path, tmp_path: Path) -> Path:
     return shutil.copytree(trained, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_range_over_two_starts_is_recomputed_bit_by_bit_and_the_directory_stays_as_it_is(
     run_dir: Path, tmp_path: Path
 ) -> None:
@@ -88,6 +89,7 @@ def test_a_change_of_the_data_or_of_a_record_is_found(run_dir: Path) -> None:
     assert (unknown["difference"], unknown["recorded"]["grad_norm"]) == (None, None)
 
 
+@pytest.mark.slow
 def test_steps_without_a_record_count_as_nothing_and_a_lost_checkpoint_leads_to_the_one_before(
     run_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,6 +150,7 @@ def test_a_run_of_a_different_user_is_refused_without_trust(
     assert replay.main([f"run.dir={copy}", "replay.step=1", "--nproc", "1", "--trust"]) == 0
 
 
+@pytest.mark.slow
 def test_a_run_without_starts_and_votes_is_compared_by_the_windows_of_its_metrics(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -252,6 +255,7 @@ def test_every_step_of_a_mixture_whose_weights_change_is_recomputed_and_traced(t
     assert assert_trace_is_the_log(folder) == 25 * 16 + 15 * 24
 
 
+@pytest.mark.slow
 def test_a_sample_that_was_bad_then_is_masked_again(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shards = tmp_path / "shards"

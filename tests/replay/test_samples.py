@@ -62,14 +62,15 @@ def block(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return shards(folder / "bad", {key.rpartition("/")[2] for key in keys}), keys
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
         (1, []),
-        pytest.param(3, ["train.micro_batch_size=3"], marks=pytest.mark.slow),
-        pytest.param(2, ["parallel=fsdp"], marks=pytest.mark.slow),
-        pytest.param(4, ["parallel=fsdp", "precision=bf16"], marks=pytest.mark.slow),
-        pytest.param(2, ["precision=fp16", "precision.loss_scale.init=1024"], marks=pytest.mark.slow),
+        (3, ["train.micro_batch_size=3"]),
+        (2, ["parallel=fsdp"]),
+        (4, ["parallel=fsdp", "precision=bf16"]),
+        (2, ["precision=fp16", "precision.loss_scale.init=1024"]),
     ],
 )
 def test_a_block_of_wrong_labels_is_named_first_and_shares_add_up(

@@ -60,6 +60,7 @@ def message_of(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     return shown
 
 
+@pytest.mark.slow
 def test_every_use_is_found_and_none_is_invented_after_a_start_with_other_ranks_and_batch(run_dir: Path) -> None:
     before = tree(run_dir)
     assert assert_trace_is_the_log(run_dir) > 3 * 1400
@@ -166,12 +167,14 @@ def without_starts(run_dir: Path, copy: Path, *, segments: bool) -> Path:
     return copy
 
 
+@pytest.mark.slow
 def test_a_run_that_lost_its_starts_is_known_from_its_checkpoints(run_dir: Path, tmp_path: Path) -> None:
     copy = without_starts(run_dir, tmp_path / "run", segments=True)
     key = step_logged(run_dir, 1)[0][2]
     assert traced(copy, key) == traced(run_dir, key)
 
 
+@pytest.mark.slow
 def test_a_run_of_an_earlier_version_is_known_for_its_only_start_and_says_so(
     tmp_path: Path, digits: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -198,6 +201,7 @@ def test_a_run_of_an_earlier_version_that_was_extended_is_known_from_the_first_c
 # -- kinds of data
 
 
+@pytest.mark.slow
 def test_rows_that_begin_anywhere_in_a_text_are_found_by_the_key_of_their_row(tmp_path: Path) -> None:
     text = np.random.default_rng(0).integers(0, 65, 8 * 40 + 1).astype("<u2")
     for shard in range(2):
@@ -244,6 +248,7 @@ VECTORS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "dataset"), [("memory", "tests.replay.test_trace.arrays"), ("map", "tests.replay.test_trace.Numbers")]
 )
@@ -265,6 +270,7 @@ def test_samples_without_shards_are_found_by_name_and_number(tmp_path: Path, kin
         assert_is_the_logged_step(traced(folder, "--step", str(step)), folder, step, 16)
 
 
+@pytest.mark.slow
 def test_a_bad_sample_is_left_out_of_the_steps_in_which_it_was_masked(tmp_path: Path) -> None:
     samples = [
         (f"{n:03d}", {"npy": npy(vector(n)) if n != 5 else b"bad", "y.npy": npy(vector(n)[:1])}) for n in range(32)

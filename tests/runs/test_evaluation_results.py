@@ -173,6 +173,7 @@ def cells(png: bytes, classes: int) -> np.ndarray:
     return picture[np.ix_((top + places * (bottom - top)).astype(int), (left + places * (right - left)).astype(int))]
 
 
+@pytest.mark.slow
 def test_a_cell_is_the_darker_the_larger_its_share_of_the_row() -> None:
     table = torch.tensor([[0, 10, 90], [500, 500, 0], [0, 0, 1]])
     shares = table.double() / table.sum(1, keepdim=True)
@@ -196,6 +197,7 @@ def test_the_same_table_gives_the_same_bytes_and_names_may_hold_anything() -> No
     assert first != confusion_picture(torch.eye(3, dtype=torch.int64))
 
 
+@pytest.mark.slow
 def test_with_many_classes_a_cell_has_the_largest_share_of_its_block() -> None:
     share = np.random.default_rng(0).random((10, 10))
     share[3] = np.nan

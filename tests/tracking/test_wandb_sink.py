@@ -99,6 +99,7 @@ def write_metrics(run_dir, steps):
     (run_dir / "metrics.jsonl").write_text("".join(line + "\n" for line in lines))
 
 
+@pytest.mark.slow
 def test_a_killed_start_leaves_no_hole_and_no_step_twice(tmp_path, notes, monkeypatch):
     # wandb's own process keeps the newest rows in memory when its parent is killed: these must be sent again.
     script = f"""
@@ -196,6 +197,7 @@ def evaluation(step):
     return {"step": step, "time": 2000.0 + step, "epoch": 0, "eval/loss": 1 / (step + 2)}
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_comes_in_a_later_start_than_its_step_is_sent_once(tmp_path, notes):
     # Stopped in an evaluation; gone on and killed before the next checkpoint; gone on to the end.
     for resumed, logged in (
@@ -325,6 +327,7 @@ def test_an_error_in_wandb_is_reported_once_and_later_records_are_dropped(tmp_pa
     assert len(notes) == 2
 
 
+@pytest.mark.slow
 def test_wandb_has_started_its_processes_before_the_loader_can_fork_its_own(tmp_path, notes, monkeypatch):
     # A worker that is forked in between keeps the new process's pipes open, and wandb waits for their end.
     done = []
@@ -411,6 +414,7 @@ def saved_checkpoint(run_dir, step):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("which", "expected"),
     [("none", []), ("best", [(2, True)]), ("last", [(3, False)]), ("all", [(1, False), (2, True), (3, False)])],
@@ -459,6 +463,7 @@ def test_a_run_of_a_sweeps_agent_has_the_id_that_the_agent_gave_it_and_keeps_it(
     assert [run_of(piece)[0].run_id for piece in pieces(tmp_path)] == ["01234567"] * 2
 
 
+@pytest.mark.slow
 def test_a_wandb_process_that_is_killed_leaves_one_line_and_no_traceback(tmp_path, home, monkeypatch):
     script = f"""
         import os, signal

@@ -66,6 +66,7 @@ class Terminal:
         os.write(self._master, f"{line}\n".encode())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [("dtrain", "train", "--nproc", "1"), ("dtrain.train",)], ids=" ".join)
 def test_a_prompt_in_a_task_works_with_one_rank_for_any_time(
     digits: Path, tmp_path: Path, command: tuple[str, ...]

@@ -27,6 +27,7 @@ def train(ranks: int, run_dir: Path, shards: Path, *overrides: str) -> None:
     train_on(ranks, run_dir, *options, *overrides, experiment="regression")
 
 
+@pytest.mark.slow
 def test_a_killed_mixture_resumes_with_more_shards_of_one_source_and_fewer_of_the_other(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -53,6 +53,7 @@ def shards(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["next_epoch", "now"])
 def test_a_killed_run_resumes_with_more_shards(tmp_path: Path, shards: Path, when: str) -> None:
     run_dir, first = tmp_path / "run", keys_of(shards, "b0", "b1", "b2", "b3")
@@ -84,6 +85,7 @@ def test_a_killed_run_resumes_with_more_shards(tmp_path: Path, shards: Path, whe
         assert all(step["difference"] < 1e-6 for step in replayed)
 
 
+@pytest.mark.slow
 def test_the_schedule_stays_as_it_was_laid_out_and_the_banner_says_so(
     tmp_path: Path, shards: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,6 +139,7 @@ def test_changed_shards_are_refused_with_the_key_that_allows_them(
     assert "b2.tar is missing: data.grow_allow_removed=true" in shown
 
 
+@pytest.mark.slow
 def test_steps_of_which_all_samples_were_removed_change_nothing_and_do_not_end_the_run(
     tmp_path: Path, shards: Path
 ) -> None:
@@ -167,6 +170,7 @@ def test_samples_of_removed_shards_are_left_out_and_counted(
     assert counts == Counter(used) + Counter(dict.fromkeys(kept, 3))
 
 
+@pytest.mark.slow
 def test_damaged_shards_and_lack_of_memory_in_a_run_that_grows(
     tmp_path: Path, shards: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

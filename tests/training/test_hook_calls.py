@@ -135,6 +135,7 @@ def test_the_last_checkpoint_of_a_stopped_run_is_announced(tmp_path: Path) -> No
     assert (tmp_path / "calls-0").read_text().splitlines()[-2:] == [f"{step} save", f"{step} stopped"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("digits")
 @pytest.mark.parametrize(
     "method",
@@ -142,7 +143,8 @@ def test_the_last_checkpoint_of_a_stopped_run_is_announced(tmp_path: Path) -> No
         "on_start",
         "on_step",
         "on_end",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("on_evaluation", "on_save")),
+        "on_evaluation",
+        "on_save",
     ],
 )
 def test_an_exception_of_a_hook_ends_all_ranks_with_its_name(

@@ -253,6 +253,7 @@ def scripted_accuracies(*accuracies: float) -> Callable[..., Evaluation]:
     return lambda *args, **kwargs: Evaluation({"loss": 1.0, "accuracy": next(values)})
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_stays_over_restarts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     common = ("train.eval_every=1", "checkpoint.best=eval/accuracy", "checkpoint.keep_last=1")
     monkeypatch.setattr(evaluation, "evaluate", scripted_accuracies(0.1, 0.7, float("nan"), 0.5))
@@ -266,6 +267,7 @@ def test_the_best_checkpoint_stays_over_restarts(tmp_path: Path, monkeypatch: py
     assert saved(tmp_path) == [7, 8]
 
 
+@pytest.mark.slow
 def test_what_is_best_may_change_when_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     common = ("train.eval_every=1", "checkpoint.keep_last=1")
     monkeypatch.setattr(evaluation, "evaluate", scripted_accuracies(0.9, 0.8))
@@ -343,13 +345,14 @@ def undisturbed(digits: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "options", "at"),
     [
         ("conclude", ("train.eval_every=2",), 2),
         ("evaluation", (), 3),
         ("training", (), 2),
-        pytest.param("conclude", ("parallel=fsdp", "train.eval_every=2"), 2, marks=pytest.mark.slow),
+        ("conclude", ("parallel=fsdp", "train.eval_every=2"), 2),
     ],
 )
 def test_an_error_of_the_task_ends_a_run_whose_steps_are_saved(
@@ -376,6 +379,7 @@ def test_an_error_of_the_task_ends_a_run_whose_steps_are_saved(
     assert metrics(tmp_path / "failed", "eval/loss") == metrics(whole, "eval/loss")
 
 
+@pytest.mark.slow
 def test_an_error_of_another_rank_alone_saves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Fragile, "place", "evaluation")
     monkeypatch.setattr(Fragile, "ranks", (1,))
@@ -403,6 +407,7 @@ def test_weights_that_are_not_finite_are_not_saved_before_an_error_ends_the_run(
     assert saved(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_best_metric_that_conclude_may_have_is_looked_for_again_in_the_first_evaluation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -471,6 +476,7 @@ class Overflows(nn.Module):
         return powers / powers.sum(dim=1, keepdim=True)
 
 
+@pytest.mark.slow
 def test_a_message_that_follows_from_skipped_steps_names_them_first(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -524,9 +530,10 @@ def checkpoint_state(run_dir: Path, step: int) -> dict[str, Any]:
 
 
 # The end of an epoch, the same again in the next start, and the last step, on one rank or the other.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stops",
-    [[(0, 1, 3)], pytest.param([(0, 0, 3), (0, 1, 3), (1, 1, 6)], marks=pytest.mark.slow)],
+    [[(0, 1, 3)], [(0, 0, 3), (0, 1, 3), (1, 1, 6)]],
     ids=["once", "three times"],
 )
 def test_a_run_that_is_stopped_in_its_evaluations_ends_as_if_it_had_not_been(
@@ -562,6 +569,7 @@ def test_a_run_that_is_stopped_in_its_evaluations_ends_as_if_it_had_not_been(
             assert all(torch.equal(got[key], tensor) for key, tensor in expected.items())
 
 
+@pytest.mark.slow
 def test_a_late_evaluation_is_saved_and_recorded_once_even_if_its_first_checkpoint_was_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -614,6 +622,7 @@ class OwnStatistics(nn.Module):
         return logits + self.offset
 
 
+@pytest.mark.slow
 def test_all_ranks_evaluate_the_buffers_that_the_checkpoint_has(digits: Path, tmp_path: Path) -> None:
     model = f"model._target_={__name__}.OwnStatistics"
     data_eval = f"data.eval={digits}/test-*.tar"

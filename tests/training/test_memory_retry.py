@@ -96,14 +96,15 @@ def test_the_result_is_that_of_a_run_with_enough_memory(
 UNITS = "parallel.shard_modules=['1','3','5']"
 
 
+@pytest.mark.slow
 @needs_reset
 @pytest.mark.parametrize(
     ("at", "rows"),
     [
-        pytest.param(("3:1:0:before",), "null", marks=pytest.mark.slow),
+        (("3:1:0:before",), "null"),
         (("3:1:0:after", "3:0:0:2"), "null"),  # both ranks
         # In the backward; again with the smaller ones, and in the last step.
-        pytest.param(("2:0:0:3", "4:1:1:1", "6:1:0:0"), "16", marks=pytest.mark.slow),
+        (("2:0:0:3", "4:1:1:1", "6:1:0:0"), "16"),
     ],
     ids=str,
 )
@@ -126,11 +127,13 @@ def keys_of(run_dir: Path, rank: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.slow
 def test_logged_samples_are_those_of_the_steps_that_count(tmp_path: Path, undisturbed: Path) -> None:
     train(2, tmp_path / "again", "4:1:0:2", overrides=("data.record_keys=true",))
     assert keys_of(tmp_path / "again", 1) == keys_of(undisturbed, 1)
 
 
+@pytest.mark.slow
 def test_a_replay_of_such_a_step_takes_the_micro_batch_that_made_it(tmp_path: Path) -> None:
     train(2, tmp_path / "run", "3:1:0:4")
     command = (
@@ -172,6 +175,7 @@ def test_thirty_random_places(tmp_path: Path, seed: int) -> None:
     assert read_starts(tmp_path / "again")[-1].micro_batch < read_starts(tmp_path / "whole")[-1].micro_batch
 
 
+@pytest.mark.slow
 def test_a_run_that_a_hook_ends_before_such_a_step_is_evaluated_and_saved(tmp_path: Path) -> None:
     hook = ", {_target_: tests.memory_faults.EndsEarly, after: 3}"
     train(2, tmp_path / "run", "4:1:0:4", hook=hook)
@@ -181,6 +185,7 @@ def test_a_run_that_a_hook_ends_before_such_a_step_is_evaluated_and_saved(tmp_pa
     assert weights(tmp_path / "run", 3)
 
 
+@pytest.mark.slow
 def test_a_step_whose_forward_spoilt_a_buffer_before_memory_ran_out_is_done_again(tmp_path: Path) -> None:
     forwards_before = 4  # a check of the task's loss makes three, and one counts operations
     spoilt = ("model._target_=tests.memory_faults.SpoiltOnce", f"+model.forward={forwards_before + 3}")
@@ -189,7 +194,8 @@ def test_a_step_whose_forward_spoilt_a_buffer_before_memory_ran_out_is_done_agai
     assert retries(tmp_path / "run") == [(2, 16)]
 
 
-@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=[pytest.mark.slow, needs_reset])])
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=needs_reset)])
 def test_buffers_count_what_was_trained_and_nothing_of_a_failed_attempt(tmp_path: Path, parallel: str) -> None:
     given = ("model._target_=tests.memory_faults.Counting", f"parallel={parallel}", "data.tail=drop")
     given += (UNITS,) if parallel == "fsdp" else ()
@@ -200,6 +206,7 @@ def test_buffers_count_what_was_trained_and_nothing_of_a_failed_attempt(tmp_path
     assert int(counted["forwards"]) == 2 * 1 + 2 * 2 + 2 * 4  # one for each micro-batch of an applied step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hysteresis", [1, 2])
 @pytest.mark.parametrize("on_device", [False, True], ids=["host decides", "device decides"])
 def test_an_overflow_in_a_step_that_is_done_again_is_not_counted(on_device: bool, hysteresis: int) -> None:
@@ -246,6 +253,7 @@ def test_an_overflow_in_a_step_that_is_done_again_is_not_counted(on_device: bool
 # -- runs that end after such a step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("at", "task"),
     [
@@ -273,14 +281,13 @@ def test_no_sample_is_lost_if_the_run_ends_with_an_error_and_continues(
 # -- where it cannot be done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
         (("train.max_memory_retries=0",), "train.max_memory_retries=0"),
         (("parallel=fsdp",), f"before torch 2.13, and this is {torch.__version__}"),
-        pytest.param(
-            ("parallel=fsdp", "parallel.reduce_dtype=bf16"), "added up in bf16", marks=[pytest.mark.slow, needs_reset]
-        ),
+        pytest.param(("parallel=fsdp", "parallel.reduce_dtype=bf16"), "added up in bf16", marks=needs_reset),
         (("model._target_=tests.toys.NormNet", "model.width=8"), "BatchNorm"),
         (("train.micro_batch_size=1", "train.global_batch_size=2"), "one row"),
     ],

@@ -35,6 +35,7 @@ def strategy(ranks: int, **options: Any) -> Strategy:
     return Strategy.from_config(ParallelConfig(**options), ranks, ranks_per_node=2)
 
 
+@pytest.mark.slow
 def test_bytes_of_parts_are_those_that_a_rank_really_has(gpt: StepMemory) -> None:
     def rank(number: int) -> tuple[int, int, int]:
         model = build_model(config().model, CPU)
@@ -68,6 +69,7 @@ def test_ddp_needs_buckets_and_gradients_besides_where_they_are_no_views(gpt: St
     assert one.total - whole < alone.total < one.total  # gradients come while activations go
 
 
+@pytest.mark.slow
 def test_a_sharded_model_needs_less_with_more_ranks_and_its_options_do_what_they_say(gpt_in_bf16: StepMemory) -> None:
     need = gpt_in_bf16
     two, four = (usage(need, strategy(ranks, shard="full"), 1) for ranks in (2, 4))

@@ -336,6 +336,7 @@ def test_a_task_without_predictions_is_refused_when_it_is_built() -> None:
 F1 = f"train.metrics={{f1: {{_target_: {OF}F1Score, num_classes: 10, average: macro}}}}"
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_best_f1_and_is_evaluated_and_its_weights_are_those_without_metrics(
     digits: Path, tmp_path: Path
 ) -> None:

@@ -98,12 +98,13 @@ def train(ranks: int, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
 # -- the search
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
         (),
-        pytest.param(FSDP, marks=[pytest.mark.slow, needs_reset]),
-        pytest.param(("train.deterministic=false", "parallel.static_graph=true"), marks=pytest.mark.slow),
+        pytest.param(FSDP, marks=needs_reset),
+        ("train.deterministic=false", "parallel.static_graph=true"),
     ],
     ids=["ddp", "fsdp", "static graph"],
 )
@@ -138,12 +139,13 @@ _SLOW_FSDP = [pytest.mark.slow, needs_reset]
 _DDP, _FSDP = ("train.deterministic=false",), (*FSDP, "parallel.reduce_after=micro_batch")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "overrides", "tried", "chosen"),
     [
         (9, _DDP, [8, 16], 8),
         (3, _DDP, [8, 4, 2], 2),
-        pytest.param(99, _DDP, [8, 16, 32], 32, marks=pytest.mark.slow),
+        (99, _DDP, [8, 16, 32], 32),
         pytest.param(9, _FSDP, [8, 16], 8, marks=_SLOW_FSDP),
         pytest.param(3, _FSDP, [8, 4, 2], 2, marks=_SLOW_FSDP),
     ],

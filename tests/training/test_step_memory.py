@@ -57,10 +57,11 @@ def gpt_in_bf16() -> StepMemory:
     return measured(config(ema_decay=0.9), tokens(), "bf16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("cfg", "batch", "precision"),
     [
-        pytest.param(config(ema_decay=0.9), tokens(), "bf16", marks=pytest.mark.slow),
+        (config(ema_decay=0.9), tokens(), "bf16"),
         (config(checkpoint_activations=["blocks.*"]), tokens(), "fp32"),
         (config({"_target_": "tests.toys.NormNet"}, {"_target_": "dtrain.tasks.Classification"}), images(), "bf16"),
     ],
@@ -103,6 +104,7 @@ def test_activations_grow_with_the_rows(gpt: StepMemory) -> None:
     assert one.parameters[0].state == gpt.parameters[0].state
 
 
+@pytest.mark.slow
 def test_the_casts_of_weights_are_known(gpt_in_bf16: StepMemory) -> None:
     numbers = sum(parameter.tensor.numel() for parameter in gpt_in_bf16.parameters)
     assert numbers <= gpt_in_bf16.activations - gpt_in_bf16.activations_sharded <= 2 * numbers
@@ -120,6 +122,7 @@ class Reads(nn.Module):
         return self.head(images.flatten(1)) * (1.0 if images.sum().item() == 0 else 2.0)
 
 
+@pytest.mark.slow
 def test_a_model_that_reads_values_is_measured_for_real() -> None:
     cfg = config({"_target_": f"{__name__}.Reads"}, {"_target_": "dtrain.tasks.Classification"})
     need = measured(cfg, images())
@@ -136,6 +139,7 @@ class Fails:
         raise ZeroDivisionError("made up")
 
 
+@pytest.mark.slow
 def test_an_error_of_the_task_is_raised_as_it_is() -> None:
     with pytest.raises(ZeroDivisionError, match="made up"):
         measured(config(task={"_target_": f"{__name__}.Fails"}), tokens())
@@ -149,6 +153,7 @@ class OfCorpus(LanguageModelling):
         super().__init__(corpus=corpus)
 
 
+@pytest.mark.slow
 def test_a_task_gets_the_description_of_the_tokens(tmp_path: Path) -> None:
     shard = tmp_path / "train-000000.tar"
     shard.touch()

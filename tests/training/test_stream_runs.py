@@ -53,6 +53,7 @@ def arguments(missing: int = 0) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_a_run_on_a_stream_goes_on_in_the_middle_of_an_epoch_exactly(tmp_path: Path) -> None:
     train_on(2, tmp_path / "whole", *arguments(), experiment="line")
     train_on(2, tmp_path / "parts", *arguments(), "train.max_steps=10", experiment="line")
@@ -66,6 +67,7 @@ def test_a_run_on_a_stream_goes_on_in_the_middle_of_an_epoch_exactly(tmp_path: P
     assert losses[7] < losses[0]  # of the same samples, an epoch later
 
 
+@pytest.mark.slow
 def test_a_stream_that_ends_early_on_one_rank_is_one_message_and_no_hang(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

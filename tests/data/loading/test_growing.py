@@ -21,7 +21,7 @@ from tests.refusals import refused
 from tests.shards import LABEL, close, make_ranks, valid_keys
 
 
-@pytest.mark.parametrize("cases", [8, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [8, pytest.param(150, marks=pytest.mark.slow)])
 def test_every_sample_is_loaded_as_often_as_promised(tmp_path: Path, cases: int) -> None:
     for case in range(cases):
         rng, folder, ever = random.Random(case), tmp_path / str(case), set[str]()
@@ -179,7 +179,8 @@ def test_an_impossible_value_and_sources_that_cannot_grow_are_refused(folder: Pa
             ShardLoader(shards, fields, global_batch_size=4, num_workers=0, growth=Growth("now"))
 
 
-@pytest.mark.parametrize("mapped", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("mapped", [False, True])
 def test_workers_of_another_process_know_the_removed_shards(
     folder: Path, mapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

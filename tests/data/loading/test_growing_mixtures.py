@@ -17,7 +17,7 @@ from tests.refusals import refused
 from tests.shards import LABEL, close, valid_keys
 
 
-@pytest.mark.parametrize("cases", [5, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [5, pytest.param(60, marks=pytest.mark.slow)])
 def test_every_sample_of_every_source_is_loaded_as_often_as_promised(tmp_path: Path, cases: int) -> None:
     for case in range(cases):
         rng, folder = random.Random(case), tmp_path / str(case)
@@ -143,6 +143,7 @@ def test_samples_of_other_sources_keep_their_augmentation_and_order(folder: Path
         assert both[0] == both[1] != []
 
 
+@pytest.mark.slow
 def test_workers_of_another_process_know_the_removed_shards_of_each_source(folder: Path) -> None:
     state = state_after_a_step(folder)
     write(folder / "web", "a.tar", 5)

@@ -81,6 +81,7 @@ def test_every_third_batch_kept_in_random_order() -> None:
     assert all(map(is_whole, kept))
 
 
+@pytest.mark.slow
 def test_slots_survive_epochs_and_are_unmapped_with_the_loader() -> None:
     gc.collect()  # loaders of other tests
     before = mapped_files()

@@ -59,6 +59,7 @@ def test_global_batches_do_not_depend_on_workers(uneven: list[str], world: int, 
     check_workers(uneven, world, num_workers, "fork")
 
 
+@pytest.mark.slow
 def test_global_batches_do_not_depend_on_the_start_method(uneven: list[str]) -> None:
     check_workers(uneven, 1, 2, "forkserver")
 

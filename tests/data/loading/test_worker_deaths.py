@@ -178,6 +178,7 @@ def test_an_incomplete_message_of_a_dead_worker_is_not_waited_for(shards: list[s
     loader.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("message", [b"", b"\0\1\0\0beginning"])
 @pytest.mark.parametrize("holds_lock", [False, True])
 def test_workers_die_while_a_thread_page_locks_batches(
@@ -213,6 +214,7 @@ def test_workers_die_while_a_thread_page_locks_batches(
     loader.close()
 
 
+@pytest.mark.slow
 def test_restarts_leave_no_descriptor_open(shards: list[str]) -> None:
     loader = make(shards, start_method="fork", augment=None)
 
@@ -469,6 +471,7 @@ SHORT = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("digits")
 def test_a_run_whose_workers_are_killed_has_the_losses_of_one_without_workers(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
@@ -523,7 +526,7 @@ def test_a_sample_that_kills_two_workers_is_masked_for_the_rest_of_the_run_on_an
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [1, 3])
 def test_fifty_kills_at_random_moments_change_no_bit(shards: list[str], num_workers: int) -> None:
     epochs, rng = 15 * num_workers, np.random.default_rng(num_workers)
     loader = make(shards, num_workers=num_workers, start_method="fork")

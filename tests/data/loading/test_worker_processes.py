@@ -68,6 +68,7 @@ def descriptors(at_most: int | None = None) -> int:
     return number
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc")
 def test_no_descriptor_is_left_open(uneven: list[str]) -> None:
     loader = two_workers(uneven, start_method="fork")

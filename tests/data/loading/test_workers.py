@@ -191,6 +191,7 @@ class BatchesWithThread(IterableDataset):
             yield Batch({"label": torch.zeros(1)}, ["key"], torch.ones(1, dtype=torch.bool))
 
 
+@pytest.mark.slow
 def test_a_worker_with_a_thread_in_cpp_does_not_abort_at_its_end(capfd: pytest.CaptureFixture[str]) -> None:
     loading = {"num_workers": 1, "prefetch_factor": 4, "multiprocessing_context": "spawn"}
     stream = WorkerStream(BatchesWithThread(), loading, (0, 0), lambda epoch: 100, 1)  # type: ignore[arg-type]
@@ -199,6 +200,7 @@ def test_a_worker_with_a_thread_in_cpp_does_not_abort_at_its_end(capfd: pytest.C
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_loader_that_is_collected_in_a_reference_cycle(uneven: list[str]) -> None:
     loader = two_workers(uneven)
     workers = worker_numbers(read_epoch(loader))
@@ -285,10 +287,11 @@ def test_the_trainer_gets_its_own_signals_as_before(uneven: list[str]) -> None:
         loader.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ending",
     [
-        pytest.param("", id="at its end", marks=pytest.mark.slow),
+        pytest.param("", id="at its end"),
         pytest.param("raise KeyError('a mistake')", id="after an error"),
     ],
 )

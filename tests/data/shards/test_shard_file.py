@@ -181,6 +181,7 @@ def test_an_unknown_kind_of_url_is_refused() -> None:
         urls.check_known("tape://robot/x.tar")
 
 
+@pytest.mark.slow
 def test_a_forked_worker_that_reads_leaves_its_parent_its_connections(server: FileServer) -> None:
     # It closed them once, and the parent waited for minutes for an answer to the next request.
     def read() -> bytes:

@@ -98,12 +98,14 @@ def test_a_fork_continues_exactly_as_its_trunk(trunk: Path, tmp_path: Path, step
     assert (first.step, first.fork) == (step, {"dir": str(trunk), "step": step, "data": "keep"})
 
 
+@pytest.mark.slow
 def test_step_0_is_a_run_of_its_own_with_the_command_of_the_trunk(trunk: Path, tmp_path: Path) -> None:
     fork = tmp_path / "fork"
     start(2, fork, f"run.fork={trunk}@0", "train.max_steps=2")
     assert_continues(fork, trunk, 0, 2)
 
 
+@pytest.mark.slow
 def test_a_fork_needs_its_trunk_no_more_once_it_has_begun(trunk: Path, tmp_path: Path) -> None:
     copy, fork = tmp_path / "copy", tmp_path / "fork"
     shutil.copytree(trunk, copy)
@@ -113,7 +115,8 @@ def test_a_fork_needs_its_trunk_no_more_once_it_has_begun(trunk: Path, tmp_path:
     assert_continues(fork, trunk, 2, 6)
 
 
-@pytest.mark.parametrize("step", [3, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [3, 6])
 def test_a_fork_that_was_killed_resumes_bit_for_bit(trunk: Path, tmp_path: Path, step: int) -> None:
     fork = tmp_path / "fork"
     command = (f"run.fork={trunk}@2", faulty(f"kill@step={step}", f"kill@step={step},rank=1"))
@@ -156,6 +159,7 @@ def test_the_command_of_the_trunk_is_the_base_without_name_directory_and_launche
     assert compose(*arguments).cfg.run.fork == f"{trunk}@2"
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_fork_names_only_its_own_trunk(trunk: Path, tmp_path: Path) -> None:
     fork = tmp_path / "fork"
     start(2, fork, f"run.fork={trunk}@2", "train.max_steps=3", "run.fork_data=restart")
@@ -185,6 +189,7 @@ def test_a_trunk_whose_command_was_edited_needs_trust(
     assert "task.label_smoothing=0.1" in recompose_if_run([f"run.fork={copy}@2", "--trust"])
 
 
+@pytest.mark.slow
 def test_the_fork_makes_a_different_run_and_is_reported_as_a_change() -> None:
     names = {
         RunSpec.from_composed(compose("experiment=digits", *fork)).name
@@ -294,6 +299,7 @@ def test_a_broken_checkpoint_is_one_message_and_leaves_no_directory(
     assert not (tmp_path / "fork").exists()
 
 
+@pytest.mark.slow
 def test_a_fork_has_no_step_0_of_its_own(trunk: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     fork = tmp_path / "fork"
     start(2, fork, f"run.fork={trunk}@2", "train.max_steps=3")
@@ -353,6 +359,7 @@ def test_a_start_adds_a_segment_if_it_changes_the_order_of_samples(order: str, b
     assert [each["step"] for each in begin(second, 3, segments)] == steps
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_fork_that_restarted_its_data_knows_the_steps_of_the_first(trunk: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     start(2, one, f"run.fork={trunk}@2", "run.fork_data=restart", "train.max_steps=4")

@@ -107,6 +107,7 @@ def _gone(folder: object) -> list[str]:
     raise OSError(errno.ESTALE, "Stale file handle")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("listdir", [_empty, _gone])
 def test_a_machine_that_does_not_see_the_checkpoint_is_named_and_no_older_one_is_used(
     sharded: Checkpoints, listdir: Callable[[object], list[str]]

@@ -285,6 +285,7 @@ def test_an_upload_that_does_not_end_in_time_is_named(bucket: Bucket) -> None:
 # -- whole runs
 
 
+@pytest.mark.slow
 def test_the_same_command_continues_on_another_machine_with_equal_losses(
     digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

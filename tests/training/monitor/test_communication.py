@@ -112,7 +112,8 @@ class Blocks(nn.Module):
         return self.head(self.kept(x) * self.scale)
 
 
-@pytest.mark.parametrize(("shard", "ranks"), [pytest.param("full", 3, marks=pytest.mark.slow), ("hybrid", 4)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("shard", "ranks"), [("full", 3), ("hybrid", 4)])
 def test_sharded_steps_send_what_is_predicted(shard: str, ranks: int) -> None:
     cases = [
         (1, {}, ()),

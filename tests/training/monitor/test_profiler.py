@@ -55,6 +55,7 @@ def test_a_profile_holds_the_parts_of_the_steps_on_the_ranks_asked_for(tmp_path:
     assert int(gradients[1]) == pytest.approx(sent / 2**10, abs=1)
 
 
+@pytest.mark.slow
 def test_a_profile_changes_no_number_and_survives_a_stop_and_a_restart(tmp_path: Path) -> None:
     train(1, tmp_path / "plain", "train.max_steps=9")
     for last in (4, 9):  # the first run ends inside the window, the second begins there

@@ -69,6 +69,7 @@ def drawn(run_dir: Path, name: str) -> list[str]:
     return sorted(path.name for path in (run_dir / "media" / name).glob("*"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("digits")
 def test_a_task_draws_on_one_rank_from_the_whole_evaluation_set_in_its_order_in_the_last_evaluation(
     tmp_path: Path, digits: Path

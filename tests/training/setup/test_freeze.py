@@ -197,12 +197,13 @@ def test_a_run_says_what_it_trains_and_is_refused_before_the_first_step(
             assert record["train/lr/default"] == record["train/lr"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("digits")
 @pytest.mark.parametrize(
     ("ranks", "parallel", "killed"),
     [
         (1, "ddp", 4),
-        *(pytest.param(2, kind, step, marks=pytest.mark.slow) for kind in ("ddp", "fsdp") for step in (4, 8, 9)),
+        *((2, kind, step) for kind in ("ddp", "fsdp") for step in (4, 8, 9)),
     ],
 )
 def test_a_killed_run_ends_bit_for_bit_as_an_undisturbed_one(

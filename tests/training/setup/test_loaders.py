@@ -338,6 +338,7 @@ def noise(sample: int, rng: np.random.Generator) -> dict[str, Any]:
     return {"image": rng.integers(0, 256, (8, 8, 3), dtype=np.uint8), "label": sample % 10}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("digits")
 def test_digits_in_memory_give_the_losses_of_digits_in_shards(tmp_path: Path) -> None:
     common = (*SMALL, "train.max_steps=6", "data.shuffle=none")
@@ -348,6 +349,7 @@ def test_digits_in_memory_give_the_losses_of_digits_in_shards(tmp_path: Path) ->
     assert metrics(tmp_path / "memory", name) == pytest.approx(metrics(tmp_path / "shards", name), abs=1 / 360)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("digits")
 def test_a_map_style_data_set_is_trained_on_and_resumed_on_other_ranks(tmp_path: Path) -> None:
     target = f"data.train={{_target_: {HERE}.Digits, split: train}}"

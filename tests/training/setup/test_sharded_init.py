@@ -134,6 +134,7 @@ def test_two_ranks_have_the_tensors_of_an_ordinary_construction() -> None:
     assert second == {name: ["meta", "cpu"] if name in ON_CPU else ["meta"] for name in MODELS}
 
 
+@pytest.mark.slow
 def test_four_ranks_in_two_groups_have_them_too() -> None:
     def on_rank(rank: int) -> None:
         for name in ("everything", "gpt"):
