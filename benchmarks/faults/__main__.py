@@ -119,9 +119,10 @@ def show(arguments: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) 
 
 
 def _reason(output: str) -> str:
-    """The line that says why a start failed."""
-    lines = [line for line in output.splitlines() if "Error: " in line and "ChildFailedError" not in line]
-    return (lines or output.splitlines() or [""])[0]
+    """Which start failed, and the line that says why."""
+    what, *lines = output.splitlines()
+    causes = [line for line in lines if "Error: " in line and "ChildFailedError" not in line]
+    return " ".join([what, *causes[:1]])
 
 
 def _cell(rounds: Sequence[dict[str, Any]], name: str, decimals: int = 0) -> str:

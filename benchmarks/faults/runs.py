@@ -102,12 +102,13 @@ def run(contender: str, folder: Path, ranks: Sequence[int], kills: Sequence[Kill
         start += 1
         process = _start(contender, folder, start, ranks[start % len(ranks)])
     try:
-        code = process.wait(_LIMIT)
+        code: int | None = process.wait(_LIMIT)
     except subprocess.TimeoutExpired:
         _end(process, Kill(0, "all", 0))
-        code = -1
-    if code:
-        raise RuntimeError(f"{contender}, start {start}:\n" + (folder / "output.log").read_text()[-_SHOWN:])
+        code = None
+    if code != 0:
+        ended = f"did not end within {_LIMIT} s" if code is None else f"ended with code {code}"
+        raise RuntimeError(f"start {start} {ended}:\n" + (folder / "output.log").read_text()[-_SHOWN:])
     return count(folder, time.monotonic() - began)
 
 
