@@ -158,7 +158,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def forked_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What dtrain starts with this interpreter are forks of a process that has imported torch."""
+    """Python processes that dtrain starts are forks of a process that has imported torch."""
     monkeypatch.setattr(sys, "executable", forked_python())
 
 

@@ -113,8 +113,9 @@ def show(arguments: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) 
                 print(f"{CONTENDERS[name]}{row} did not resume: {_reason(one['failed'])}")
     for name, rounds in found.items():
         if any(one["undisturbed"]["lost"] or one["undisturbed"]["doubled"] for one in rounds):
-            counts = rounds[0]["undisturbed"]
-            print(f"{CONTENDERS[name]}, undisturbed: {counts['lost']:,} lost, {counts['doubled']:,} doubled")
+            undisturbed = [one["undisturbed"] for one in rounds]
+            lost, doubled = _cell(undisturbed, "lost"), _cell(undisturbed, "doubled")
+            print(f"{CONTENDERS[name]}, undisturbed: {lost} lost, {doubled} doubled")
     harness.finish(arguments, {"measured": found}, ("torch", *PACKAGES.values()))
 
 

@@ -22,12 +22,13 @@ from torch.utils.data import get_worker_info
 
 from dtrain.data.fields.crop import Crop
 from dtrain.data.fields.decode import decode as decode_member
-from dtrain.data.fields.field import INT64, DataError, Field
+from dtrain.data.fields.field import INT64, MEDIA, DataError, Field
 from dtrain.data.loading.batch import Transfer, rows_of
 from dtrain.data.loading.ipc import worker_storage
 
 _NUMBERS = (bool, int, float, np.bool_, np.integer, np.floating)
 _INTEGERS = (bool, int, np.bool_, np.integer)
+_CUT = ("image", *MEDIA)  # roles whose values are a part of what is stored
 # libjpeg-turbo writes rows aligned to 32 bytes past the CPU caches (movntdq), which makes a small image a fifth slower.
 _MISALIGNMENT = 16
 
@@ -82,6 +83,8 @@ class FieldBuffer:
             return self._write_jpegs(rows, raws)
         if self._decode is decode_member and field.kind == "integer":
             return self._write_integers(rows, raws)
+        if self._decode is decode_member and field.kind == "raw" and field.role not in _CUT:
+            return self._write_numbers(list(rows), raws)
         return self._write_each(rows, raws)
 
     def _write_each(self, rows: Iterable[int], raws: Sequence[Any]) -> list[int]:
@@ -122,6 +125,21 @@ class FieldBuffer:
             if not self._write(row, payload):
                 failed.append(row)
             objects = self._objects
+        return failed
+
+    def _write_numbers(self, rows: list[int], payloads: Sequence[bytes | memoryview]) -> list[int]:
+        failed, first = [], 0
+        while self._tensor is None and first < len(rows):  # the first good row decides the shape
+            if not self._write(rows[first], payloads[first]):
+                failed.append(rows[first])
+            first += 1
+        rows, payloads, array = rows[first:], payloads[first:], self._array
+        stored = np.dtype(self.field.dtype)
+        if array is None or array.dtype != stored or set(map(len, payloads)) != {array[0].nbytes}:
+            return failed + self._write_each(rows, payloads)
+        # A row by itself takes ten times as long.
+        numbers = np.frombuffer(b"".join(payloads), stored.newbyteorder("<"))
+        array[rows] = numbers.reshape(len(rows), -1)
         return failed
 
     def take(self, column: np.ndarray | Tensor, samples: np.ndarray) -> None:

@@ -541,6 +541,43 @@ def test_both_paths_give_the_same_batches_and_the_same_errors(
     assert fast == careful
 
 
+@examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.sampled_from([16, 16, 16, 16, 8, 15]), min_size=1, max_size=8),
+    rows=st.lists(st.integers(-1, 7), min_size=1, max_size=9),
+    dtype=st.sampled_from(["uint16", "int8", "int64", "float32", "float64"]),
+    has_length=st.booleans(),
+    role=st.sampled_from(["id", "feature", "target"]),
+    precision=st.sampled_from(["fp32", "bf16", "fp16"]),
+    block=st.sampled_from([1, 40, 1 << 17]),
+)
+def test_rows_of_plain_numbers_are_the_same_on_both_paths(
+    tmp_path: Path,
+    sizes: list[int],
+    rows: list[int],
+    dtype: str,
+    has_length: bool,
+    role: str,
+    precision: str,
+    block: int,
+) -> None:
+    rng = np.random.default_rng(len(sizes))
+    samples = [
+        (str(n), {"bin": rng.integers(1, 60, 16).astype(dtype).tobytes()[:size]}) for n, size in enumerate(sizes)
+    ]
+    path = write_tar(Path(tempfile.mkdtemp(dir=tmp_path)) / "a.tar", samples)
+    length = {"length": 16 // np.dtype(dtype).itemsize} if has_length else {}
+    source = ShardSource.build([path], parse_fields({"bin": {"name": "x", "dtype": dtype, "role": role, **length}}))
+    numbers = np.array([min(row, len(samples) - 1) for row in rows])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_source_module, "_BLOCK_BYTES", block)
+        fast, careful = (
+            outcome(kind(source, Transfer(source.fields, Precision(precision)), None, 5), numbers, len(samples))
+            for kind in (Collator, Carefully)
+        )
+    assert fast == careful
+
+
 def test_a_shard_that_is_overwritten_while_it_is_open_ends_the_run(tmp_path: Path) -> None:
     paths = write_numbered(tmp_path, [8], image=True)
     builder = make_builder(paths)
