@@ -21,8 +21,9 @@ CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "A
 def s3_server() -> Iterator[str]:
     """The URL of a server for the block, which is in the environment, with credentials."""
     # Not at the top: every process of the default tests would load them.
-    pytest.importorskip("s3fs", reason="s3 needs s3fs: pip install 'dtrain[s3]'")
+    s3fs = pytest.importorskip("s3fs", reason="s3 needs s3fs: pip install 'dtrain[s3]'")
     moto_server = pytest.importorskip("moto.server", reason="needs moto: pip install -e . --group dev")
+    s3fs.S3FileSystem.clear_instance_cache()  # of earlier tests, without these credentials
     server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
