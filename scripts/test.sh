@@ -5,8 +5,7 @@
 #
 # Without arguments it runs the default tests, a few minutes on two cores; `-m slow` runs the slow ones. Three test files run
 # at a time, because tests wait for processes that they start; `-n 0` runs one file after the other and does not delay output.
-# Paths are relative to the checkout. PYTHON and DTRAIN_VENV are as in quickstart.sh; both use the same
-# environment.
+# Paths are relative to the checkout. PYTHON and DTRAIN_VENV are as in quickstart.sh; both use the same environment.
 set -euo pipefail
 # shellcheck source=scripts/common.sh
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"

@@ -79,12 +79,14 @@ class FieldBuffer:
     def write(self, rows: Iterable[int], raws: Sequence[Any]) -> list[int]:
         """Decodes and puts many rows; returns those that raised an exception, which ``decode`` and ``put`` raise again."""
         field = self.field
-        if self._decode is decode_member and field.kind == "image" and field.crop is None and not field.exif:
-            return self._write_jpegs(rows, raws)
-        if self._decode is decode_member and field.kind == "integer":
-            return self._write_integers(rows, raws)
-        if self._decode is decode_member and field.kind == "raw" and field.role not in _CUT:
-            return self._write_numbers(list(rows), raws)
+        if self._decode is decode_member:
+            if field.kind == "image" and field.crop is None and not field.exif:
+                return self._write_jpegs(rows, raws)
+            if field.kind == "integer":
+                return self._write_integers(rows, raws)
+            if field.kind == "raw" and field.role not in _CUT:
+                # All rows are noted as read at once: plain numbers cannot end a worker.
+                return self._write_numbers(list(rows), raws)
         return self._write_each(rows, raws)
 
     def _write_each(self, rows: Iterable[int], raws: Sequence[Any]) -> list[int]:
@@ -137,7 +139,7 @@ class FieldBuffer:
         stored = np.dtype(self.field.dtype)
         if array is None or array.dtype != stored or set(map(len, payloads)) != {array[0].nbytes}:
             return failed + self._write_each(rows, payloads)
-        # A row by itself takes ten times as long.
+        # Row by row takes three times as long (3.2 against 1.0 us a row of 1,025 uint16).
         numbers = np.frombuffer(b"".join(payloads), stored.newbyteorder("<"))
         array[rows] = numbers.reshape(len(rows), -1)
         return failed

@@ -49,7 +49,7 @@ class BufferGuard:
 
         Values that were not finite before, such as in an attention mask, do not count. None: there is nothing to check.
         """
-        if not self._places:  # the rest takes 5 us
+        if not self._places:  # the rest takes 3 us
             return None
         found, lists = None, self._checked_buffers()
         with torch.no_grad():
