@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -117,6 +116,7 @@ def test_a_rank_that_is_slow_is_named_in_the_record_after_and_once_on_the_consol
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(stragglers, "EVERY", 1)
+    monkeypatch.setattr(stragglers, "_LEAST", 0.3)  # what a busy machine costs a rank does not count
     slow = faulty("slow@rank=1,step=4,seconds=1,steps=3")
     train_on(3, tmp_path, "train.max_steps=8", "train.log_every=1", "train.eval_every=0", "data.num_workers=0", slow)
     message = {record["step"]: record for record in records(tmp_path) if "train/loss" in record}
@@ -125,10 +125,7 @@ def test_a_rank_that_is_slow_is_named_in_the_record_after_and_once_on_the_consol
     assert 0.5 < message[5]["time/straggler_seconds"] < 1.5
     output = capfd.readouterr().out
     assert output.count("is slower than the other ranks") == 1, output
-    # On a busy machine a step before or after may be the first that is counted.
-    assert re.search(
-        rf"WARNING: rank 1 on {socket.gethostname()} is slower than the other ranks since step [345] \(", output
-    ), output
+    assert f"WARNING: rank 1 on {socket.gethostname()} is slower than the other ranks since step 4 (" in output
 
 
 def test_the_picture_of_an_image_fitting_is_whole_whatever_the_number_of_ranks(tmp_path: Path) -> None:
