@@ -203,11 +203,13 @@ class Loop:
         self._is_accumulating = False
         # Settles the previous step, whose vote has ended while forward and backward of this step were queued.
         self._settle()
-        with self._warn_on_host_sync(), self._not_to_be_saved():
+        self._may_be_saved = False
+        with self._warn_on_host_sync():
             # Requests are part of the vote, because all ranks must act on them at the same step.
             restarts = run.train_loader.restarts.take_new()
             step.apply(stop=self._stop.reason is not None, save=self._checkpoints.is_due(), worker_restarts=restarts)
             epoch_ended = self._commit()
+        self._may_be_saved = True
         if self._profiler is not None:
             self._profiler.after(step.step)
         if step.step == self._first_step + 1:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -440,7 +439,7 @@ class DeviceCopies:
     def __call__(self, batch: Batch) -> Batch:
         """The batch on the device, ready for use on the current stream; see ``Batch.to``."""
         if self._stream is None:
-            return copy(batch).arrived()  # the tensors are on the device already
+            return batch._with(batch, batch.valid).arrived()  # the tensors are on the device already
         with torch.cuda.stream(self._stream):
             copied = batch.copied(self._device)
         compute = torch.cuda.current_stream(self._device)

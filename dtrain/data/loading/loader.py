@@ -186,7 +186,8 @@ class ShardLoader:
         # A weak reference, so that an iterator that the caller dropped no longer counts as open.
         self._iterator: weakref.ref[_EpochIterator] | None = None
         self._uncommitted = 0  # micro-batches received since the last commit
-        self._before: Position | MixturePosition | None = None  # the position before it
+        self._can_step_back = False
+        self._end_of_epoch: Position | MixturePosition | None = None  # before that commit, if it ended an epoch
 
     @classmethod
     def over(
@@ -320,8 +321,10 @@ class ShardLoader:
                 "optimizer step that used all of them."
             )
         self._uncommitted -= self.micro_batches_per_step
-        self._before = copy(self._position)
-        return self._position.advance()
+        position = self._position
+        self._can_step_back = True
+        self._end_of_epoch = copy(position) if position.steps_left == 1 else None
+        return position.advance()
 
     def step_back(self, micro_batch_size: int) -> None:
         """Undoes the last ``commit``, and divides this rank's rows of a step into micro-batches of a different size.
@@ -336,10 +339,14 @@ class ShardLoader:
             RuntimeError: If there was no commit since the last call.
             ValueError: If the size does not divide this rank's rows of a step.
         """
-        if self._before is None:
+        if not self._can_step_back:
             raise RuntimeError("step_back(): there was no commit since the last call.")
         self.divide(micro_batch_size)
-        self._position, self._before = self._before, None
+        self._can_step_back = False
+        if self._end_of_epoch is not None:
+            self._position = self._end_of_epoch
+        else:
+            self._position.step -= 1
 
     def divide(self, micro_batch_size: int) -> None:
         """Divides this rank's rows of a step into micro-batches of a different size, from the committed position on.
@@ -488,7 +495,7 @@ class ShardLoader:
     def _use(self, source: Source, position: Position | MixturePosition) -> None:
         self.source, self._position = source, position
         self.steps_per_epoch = position.steps_per_epoch
-        self._uncommitted, self._before = 0, None
+        self._uncommitted, self._can_step_back = 0, False
         self.restarts.renumber(source.index)
         if self._excluded_keys:  # their numbers may have changed
             self.exclude(self._excluded_keys)

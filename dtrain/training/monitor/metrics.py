@@ -196,13 +196,17 @@ class MetricSums:
         self._reset()
 
     def _reset(self) -> None:
-        self._sums: dict[str, tuple[float, float]] = {}
-        self._last: dict[str, float] = {}
         self._samples = 0
-        self._counted = (0.0, 0)
         self._seconds = array("d")  # of each step
         self._wait = 0.0
         self._bytes = 0
+        self._loss_scale: float | None = None
+        # Of the applied steps:
+        self._applied = self._applied_samples = 0
+        self._lr: float | None = None
+        self._lrs: Mapping[str, float] = {}
+        self._loss_sum = self._count = self._grad_norms = 0.0
+        self._metrics: dict[str, list[float]] = {}  # sum and count of each
 
     def add(
         self,
@@ -213,11 +217,11 @@ class MetricSums:
         step_seconds: float,
         wait_seconds: float = 0.0,
         skipped: bool = False,
-        grad_norm: float | None = None,
+        grad_norm: float = math.nan,
         lr: float | None = None,
         lrs: Mapping[str, float] = MappingProxyType({}),
         loss_scale: float | None = None,
-        metrics: Mapping[str, tuple[float, float]] | None = None,
+        metrics: Mapping[str, tuple[float, float]] = MappingProxyType({}),
         bytes: int = 0,
         bad: int = 0,
     ) -> None:
@@ -243,24 +247,23 @@ class MetricSums:
         self._wait += wait_seconds
         self._bytes += bytes
         self.bad_samples += bad
-        if loss_scale is not None:
-            self._last["precision/loss_scale"] = loss_scale
+        self._loss_scale = loss_scale
         if skipped:
             self.skipped_steps += 1
             return
-        if lr is not None:
-            self._last["train/lr"] = lr
-        self._last.update({f"train/lr/{name}": rate for name, rate in lrs.items()})
-        self._counted = (self._counted[0] + count, self._counted[1] + samples)
-        self._add_up("train/loss", loss_sum, count)
-        if grad_norm is not None:
-            self._add_up("train/grad_norm", grad_norm, 1)
-        for name, (total, number) in (metrics or {}).items():
-            self._add_up(f"train/{name}", total, number)
-
-    def _add_up(self, name: str, total: float, count: float) -> None:
-        before, counted = self._sums.get(name, (0.0, 0.0))
-        self._sums[name] = (before + total, counted + count)
+        self._applied += 1
+        self._applied_samples += samples
+        self._lr, self._lrs = lr, lrs
+        self._loss_sum += loss_sum
+        self._count += count
+        self._grad_norms += grad_norm
+        for name, (total, number) in metrics.items():
+            sums = self._metrics.get(name)
+            if sums is None:
+                self._metrics[name] = [total, number]
+            else:
+                sums[0] += total
+                sums[1] += number
 
     def record(self) -> dict[str, float | int]:
         """The metrics since the last record, named as in metrics.jsonl; starts the next record.
@@ -270,8 +273,17 @@ class MetricSums:
         ``precision/skipped_steps`` and ``data/bad_samples`` are totals of the run. Percentiles of step seconds are
         nearest-rank percentiles.
         """
-        record: dict[str, float | int] = {name: total / count for name, (total, count) in self._sums.items() if count}
-        record |= self._last
+        record: dict[str, float | int] = {}
+        if self._count:
+            record["train/loss"] = self._loss_sum / self._count
+        if self._applied:
+            record["train/grad_norm"] = self._grad_norms / self._applied
+        record |= {f"train/{name}": total / count for name, (total, count) in self._metrics.items() if count}
+        if self._lr is not None:
+            record["train/lr"] = self._lr
+        record |= {f"train/lr/{name}": rate for name, rate in self._lrs.items()}
+        if self._loss_scale is not None:
+            record["precision/loss_scale"] = self._loss_scale
         record["precision/skipped_steps"] = self.skipped_steps
         if self._seconds:
             record |= self._speed()
@@ -297,10 +309,9 @@ class MetricSums:
         seconds = math.fsum(ordered)
         samples_per_second = self._samples / seconds
         speed = {"throughput/samples_per_second": samples_per_second}
-        count, samples = self._counted
-        if self._counts is not None and samples:
+        if self._counts is not None and self._applied_samples:
             # Computed from the samples, because the counts of skipped steps are not known, but their time counts.
-            speed[f"throughput/{self._counts}_per_second"] = samples_per_second * count / samples
+            speed[f"throughput/{self._counts}_per_second"] = samples_per_second * self._count / self._applied_samples
         if self.flops_per_sample is not None:
             flops = samples_per_second * self.flops_per_sample
             speed["throughput/tflops_per_second"] = flops / 1e12
