@@ -27,6 +27,8 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
 ]
+#: In the order in which they are read: later ones need the runs of earlier ones.
+WEEK = ("README.md", "laptop.md", "own_data.md", "own_model.md", "debug.md", "export.md", "mixed_precision.md")
 
 _FENCE = re.compile(
     r"(?:^<!-- (?:not run(?: \((?P<programs>[\w, -]+)\))?: (?P<reason>.+?)|(?P<compared>compared)) -->\n)?"
@@ -82,6 +84,20 @@ def blocks(page: Path, language: str | None = None) -> list[Block]:
             Block(page, line, match["language"], match["text"], match["reason"], programs, bool(match["compared"]))
         )
     return [block for block in found if language in (None, block.language)]
+
+
+def run_in_the_week(page: Path) -> Iterator[tuple[Block, list[Block]]]:
+    """Of a page of ``WEEK``: the blocks of code that a reader runs, up to the last compared output, each with its outputs."""
+    found: list[tuple[Block, list[Block]]] = []
+    for block in blocks(page):
+        if block.language in ("bash", "python"):
+            found.append((block, []))
+        elif block.is_compared:
+            found[-1][1].append(block)
+    last = max((number for number, (_, outputs) in enumerate(found) if outputs), default=-1)
+    yield from (
+        (code, outputs) for code, outputs in found[: last + 1] if outputs or (code.runs and code.language == "bash")
+    )
 
 
 def unfenced_commands(page: Path) -> list[str]:

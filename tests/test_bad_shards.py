@@ -51,6 +51,7 @@ def left_out(run_dir: Path) -> dict[str, dict[str, list[str]]]:
     return {split: {source: list(names) for source, names in of.items()} for split, of in record.items()}
 
 
+@pytest.mark.slow
 def test_resumed_run_leaves_out_the_same_shards(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -96,6 +97,7 @@ def test_an_evaluation_leaves_out_the_same_shards_unless_it_is_on_other_data(fol
     assert (code, numbers(shown)["samples"]) == (0, sizes[0]), shown
 
 
+@pytest.mark.slow
 def test_a_shard_that_breaks_later_is_refused_on_resume(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -117,6 +119,7 @@ def test_a_damaged_shard_is_refused_by_default_and_nothing_is_written(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_was_not_asked_to_leave_out_shards_does_not_begin_to(
     folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,6 +78,7 @@ def test_pods_jobs_and_volumes_have_kubernetes_own_schema(path: Path) -> None:
     assert found
 
 
+@pytest.mark.slow
 def test_the_commands_are_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = [spec["args"] for path in KUBERNETES for document in documents(path) for spec in _with_args(document)]
     assert len(commands) == 5

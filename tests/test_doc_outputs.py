@@ -6,36 +6,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.doc_output import missing_lines, same_line
-from tests.doc_pages import PAGES, ROOT, Block, blocks
+from tests.doc_pages import PAGES, ROOT, WEEK, blocks, run_in_the_week
 from tests.doc_world import execute
 from tests.forked_python import forked_python
-
-#: In the order in which they are read: later ones need the runs of earlier ones.
-WEEK = ("README.md", "laptop.md", "own_data.md", "own_model.md", "debug.md", "export.md", "mixed_precision.md")
 
 
 def named(name: str) -> Path:
     return next(page for page in PAGES if page.name == name)
-
-
-def with_outputs(page: Path) -> Iterator[tuple[Block, list[Block]]]:
-    """The blocks of code that a reader runs, up to the last compared output, each with its compared outputs."""
-    found: list[tuple[Block, list[Block]]] = []
-    for block in blocks(page):
-        if block.language in ("bash", "python"):
-            found.append((block, []))
-        elif block.is_compared:
-            found[-1][1].append(block)
-    last = max((number for number, (_, outputs) in enumerate(found) if outputs), default=-1)
-    yield from (
-        (code, outputs) for code, outputs in found[: last + 1] if outputs or (code.runs and code.language == "bash")
-    )
 
 
 @pytest.mark.slow
@@ -49,7 +31,7 @@ def test_the_pages_of_a_newcomers_week_show_what_their_commands_print(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the pages are of a laptop
     different = []
     for page in map(named, WEEK):
-        for code, outputs in with_outputs(page):
+        for code, outputs in run_in_the_week(page):
             script = f"python - <<'EOF'\n{code.text}EOF\n" if code.language == "python" else code.text
             # As on a terminal.
             script = f'ls() {{ COLUMNS=120 command ls -C "$@"; }}\n{script}'
@@ -141,5 +123,5 @@ def test_an_output_belongs_to_the_code_above_it(tmp_path: Path) -> None:
         "<!-- not run: slow -->\n```bash\nthree\n```\n```python\nfour\n```\n<!-- compared -->\n```\n4\n```\n"
         "```bash\nfive\n```\n"
     )
-    found = [(code.text, [output.text for output in outputs]) for code, outputs in with_outputs(page)]
+    found = [(code.text, [output.text for output in outputs]) for code, outputs in run_in_the_week(page)]
     assert found == [("one\n", []), ("two\n", ["2\n"]), ("four\n", ["4\n"])]

@@ -110,6 +110,7 @@ def test_each_sample_counts_once_at_any_number_of_ranks(
     assert recalls[first[1]] == min(recalls.values())
 
 
+@pytest.mark.slow
 def test_raw_weights_and_another_precision_are_a_key_away(finished_run: Path, digits: Path) -> None:
     code, text = evaluated(1, f"run.dir={finished_run}", "checkpoint=15", "weights=raw", "precision=bf16")
     assert code == 0, text
@@ -145,6 +146,7 @@ def test_several_precisions_are_one_table_of_what_each_gives_alone(
     assert kept == {"bf16": pytest.approx(alone["loss"], rel=1e-5), "fp32": pytest.approx(expected["loss"], rel=1e-4)}
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_is_an_error_on_every_rank_after_all_is_shown_and_kept(
     finished_run: Path, tmp_path: Path
 ) -> None:

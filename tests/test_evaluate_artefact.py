@@ -41,6 +41,7 @@ def copied(artefact: Path, out: Path, **changes: object) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_an_artefact_of_the_hub_is_evaluated_on_all_samples(
     artefact: Path, finished_run: Path, digits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -64,6 +65,7 @@ def test_an_artefact_of_the_hub_is_evaluated_on_all_samples(
     assert json.loads(file.read_text())["metrics"]["eval/accuracy"] == pytest.approx(expected["accuracy"])
 
 
+@pytest.mark.slow
 def test_a_field_may_have_several_extensions_as_in_packed_photographs(
     artefact: Path, finished_run: Path, digits: Path, tmp_path: Path
 ) -> None:

@@ -77,6 +77,7 @@ def test_a_crashed_run_that_is_started_again_ends_as_if_it_had_not_happened(
     assert not [r for r in records(parts) if "time/restarts" in r and "train/loss" not in r]
 
 
+@pytest.mark.slow
 def test_faults_of_numbers_samples_and_disks_are_survived_and_show_in_the_records(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

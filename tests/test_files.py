@@ -85,6 +85,7 @@ def test_a_folder_whose_replacement_never_gets_its_name_has_its_own_again(
     assert os.listdir(tmp_path) == ["name"]
 
 
+@pytest.mark.slow
 @WRITERS
 def test_a_kill_before_any_change_on_the_disk_leaves_old_or_new_content(
     tmp_path: Path, write: Callable[[Path, str], None]

@@ -133,6 +133,7 @@ def test_two_hosts_of_sagemaker_stop_and_resume_from_the_files_that_it_copied(tm
     assert [record["step"] for record in records(first) if "train/loss" in record] == [*range(1, step + 4)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", [["train"], ["launch", "launch=local"]])
 def test_a_variable_that_is_not_as_documented_is_one_message(command: list[str], tmp_path: Path) -> None:
     done = subprocess.run(

@@ -97,6 +97,7 @@ def textbook_checkerboard(size: int, width: int, steps: int) -> list[float]:
     return torch.stack(losses).tolist()
 
 
+@pytest.mark.slow
 def test_the_checkerboards_curve_on_one_rank_is_that_of_the_textbooks_script(tmp_path: Path) -> None:
     options = ("data.train.size=32", "model.width=16", "train.max_steps=40")
     train_on(1, tmp_path, *options, experiment="checkerboard")

@@ -98,6 +98,7 @@ def test_the_command_reports_unusable_files_and_predicts_the_others(
     assert "Traceback" not in error
 
 
+@pytest.mark.slow
 def test_json_has_the_most_probable_classes_first(
     artefact: Path, images: list[Path], finished_run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

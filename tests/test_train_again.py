@@ -23,6 +23,7 @@ def command(ranks: int, *arguments: str) -> None:
     run_ranks(ranks, lambda rank: command_line.run(train.train, arguments, recompose_if_run), init=False, timeout=120)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_finished_run_says_so_and_is_left_as_it_is(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], ranks: int
@@ -39,6 +40,7 @@ def test_a_finished_run_says_so_and_is_left_as_it_is(
     assert said.err == ""
 
 
+@pytest.mark.slow
 def test_a_run_directory_alone_resumes_and_a_longer_length_extends(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

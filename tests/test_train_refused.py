@@ -79,6 +79,7 @@ def messages_of(
     return capfd.readouterr().err.split("----\n")[:-1]
 
 
+@pytest.mark.slow
 def test_a_refused_command_makes_no_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for (_, names), message in zip(REFUSED, messages_of(tmp_path / "new" / "run", REFUSED, capfd), strict=True):
         assert_refused(message, *names)
@@ -86,6 +87,7 @@ def test_a_refused_command_makes_no_directory(tmp_path: Path, capfd: pytest.Capt
     assert tree(tmp_path) == {}
 
 
+@pytest.mark.slow
 def test_a_refused_command_leaves_a_finished_run_as_it_is(finished: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = tree(finished)
     assert '"finished"' in before["status.json"][1].decode()
@@ -96,6 +98,7 @@ def test_a_refused_command_leaves_a_finished_run_as_it_is(finished: Path, capfd:
     assert tree(finished) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "names"),
     [
@@ -129,6 +132,7 @@ def test_a_bug_of_the_user_before_the_start_leaves_a_finished_run_as_it_is(
     assert tree(finished) == before
 
 
+@pytest.mark.slow
 def test_a_run_whose_checkpoints_were_lost_is_left_as_it_is_until_it_is_told_to_begin_again(
     finished: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,6 +158,7 @@ def test_a_run_whose_checkpoints_were_lost_is_left_as_it_is_until_it_is_told_to_
     assert len(metrics(run_dir)) == 1
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_before_its_first_save_begins_again_and_keeps_its_records(tmp_path: Path) -> None:
     common = (*SMALL, "train.max_steps=3", faulty("kill@step=3"))
     with pytest.raises(RanksFailed):

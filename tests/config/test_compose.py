@@ -41,6 +41,7 @@ def test_an_experiment_without_data_asks_for_data_alone() -> None:
         require_choice(compose("experiment=imagenet_resnet50"))
 
 
+@pytest.mark.slow
 def test_the_number_of_classes_comes_from_the_names_beside_the_shards(tmp_path) -> None:
     arguments = ["data=shards", f"data.train='{tmp_path}/train-{{000..003}}.tar'", "model=small_cnn"]
     assert compose(*arguments).cfg.model["classes"] == 10

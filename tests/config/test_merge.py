@@ -178,6 +178,7 @@ def test_the_printed_config_is_the_composed_one(capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.splitlines()[1:] == ["_target_: my.Task"]
 
 
+@pytest.mark.slow
 def test_a_sweep_over_classes_replaces_the_node_in_each_run(monkeypatch) -> None:
     from dtrain.command_line import run
 

@@ -177,6 +177,7 @@ def test_work_of_a_start_in_other_code_is_no_hang() -> None:
 # -- without Python, without the store
 
 
+@pytest.mark.slow
 def test_a_failed_rank_ends_the_others_even_if_their_main_threads_are_stuck_in_c(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

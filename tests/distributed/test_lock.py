@@ -62,6 +62,7 @@ def test_an_error_after_the_start_leaves_the_lock_to_the_end_of_the_process(tmp_
     assert is_trained(tmp_path) is started
 
 
+@pytest.mark.slow
 def test_a_second_job_is_refused_with_the_process_that_holds_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +114,7 @@ def test_a_start_waits_longer_for_another_host_and_says_once_what_it_waits_for(
     assert len(notes) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("child", ["", "fork"])
 def test_the_lock_of_a_killed_job_can_be_taken(tmp_path: Path, child: str) -> None:
     process = holder(tmp_path, child)

@@ -144,6 +144,7 @@ train.main()
 """
 
 
+@pytest.mark.slow
 def test_a_failed_process_ends_although_a_hook_has_left_a_thread_and_writes_its_checkpoint(tmp_path: Path) -> None:
     program = tmp_path / "fails.py"
     program.write_text(FAILS)

@@ -85,6 +85,7 @@ def swept(file: Path, *arguments: str, ranks: int = 1) -> dict[str, Any]:
 # -- the sweep
 
 
+@pytest.mark.slow
 def test_the_losses_are_those_of_a_plain_loop_with_growing_rates(digits: Path) -> None:
     def rank(number: int) -> tuple[Curve, list[float]]:
         results: list[tuple[Curve, list[float]]] = []
@@ -228,6 +229,7 @@ def test_a_run_is_read_and_stays_as_it_is(
     assert tree(finished_run) == before
 
 
+@pytest.mark.slow
 def test_the_command_to_use_the_rate_has_what_was_typed_and_the_processes(digits: Path) -> None:
     codes, text = outcome_of("steps=20", "min=1e-5", "max=1", "train.clip_norm=2.0", ranks=2)
     assert codes == [0, 0]

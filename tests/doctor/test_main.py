@@ -48,6 +48,7 @@ def test_the_command_shows_this_machine() -> None:
     assert last.startswith("fit")
 
 
+@pytest.mark.slow
 def test_ranks_measure_all_reduce_and_rank_0_prints() -> None:
     (code, text), (other_code, silence) = doctor(2)
     assert (code, other_code, silence) == (0, 0, "")

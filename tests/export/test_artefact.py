@@ -175,6 +175,7 @@ def test_a_model_that_would_block_or_never_end_is_refused(tmp_path: Path, plant:
         artefact.load(tmp_path / "out", CPU)
 
 
+@pytest.mark.slow
 def test_an_artefact_of_this_user_is_loaded_and_that_of_another_only_if_it_is_harmless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

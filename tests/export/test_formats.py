@@ -244,6 +244,7 @@ class Square(nn.Module):
         return (wide[:, None] * wide[:, :, None]).sum((1, 2))
 
 
+@pytest.mark.slow
 def test_errors_of_onnxruntime_have_the_types_of_torch_s(tmp_path: Path) -> None:
     rows = torch.ones(2, 2**22, dtype=torch.uint8)
     file = write(tmp_path, "onnx", Square(), rows)

@@ -166,6 +166,7 @@ def test_half_precision_halves_the_bytes_and_the_report_has_the_true_errors(
     assert f"{floats * 2:,} bytes" in text
 
 
+@pytest.mark.slow
 def test_norms_are_folded_in_fp32_before_the_cast_and_leave_no_tensors(
     run_export: Export, finished_run: Path, tmp_path: Path
 ) -> None:

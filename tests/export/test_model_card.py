@@ -82,6 +82,7 @@ def test_the_same_export_makes_the_same_files_and_no_second_commit(pushed: tuple
     assert "step 15" in model.messages[commit]
 
 
+@pytest.mark.slow
 def test_the_metadata_are_those_of_the_hub(card: Any) -> None:
     data = card.data
     assert (data.library_name, data.pipeline_tag, data.license) == ("dtrain", "image-classification", "apache-2.0")

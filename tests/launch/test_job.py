@@ -33,6 +33,7 @@ def started(*arguments: str) -> RunSpec:
     return single(*arguments).spec
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -70,6 +71,7 @@ def test_jobs_of_a_sweep_have_unique_directories() -> None:
     assert jobs[1].spec.dir == single("experiment=digits", "optimizer.lr=1e-3", "precision=bf16").spec.dir
 
 
+@pytest.mark.slow
 def test_jobs_with_the_same_name_get_the_varied_overrides_appended(tmp_path: Path) -> None:
     seeds = sweep("experiment=digits", "run.seed=1,2")
     assert [job.spec.name for job in seeds] == [single("experiment=digits", f"run.seed={n}").spec.name for n in (1, 2)]
@@ -82,6 +84,7 @@ def test_jobs_with_the_same_name_get_the_varied_overrides_appended(tmp_path: Pat
     assert [job.spec.dir.name for job in placed] == ["here-data.train=_a_b", "here-data.train=_a_c"]
 
 
+@pytest.mark.slow
 def test_jobs_with_the_same_overrides_are_refused() -> None:
     with refused(ConfigError, "--multirun", "the same directory", "Remove repeated values") as error:
         with_unique_dirs(compose("--multirun", "experiment=digits", "optimizer.lr=0.02,2e-2,0.1", "run.seed=1,2"))
@@ -190,6 +193,7 @@ def test_a_sweep_ends_with_a_line_for_each_job(
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["run.name=x", "run.dir=runs/x", "run={dir: runs/x}", "run.dir='runs/${run.seed}'"])
 def test_a_job_never_trusts_a_run_of_somebody_else(tmp_path: Path, place: str) -> None:
     # Neither an experiment nor data and model: dtrain.train would compose the saved command line.

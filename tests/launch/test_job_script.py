@@ -73,6 +73,7 @@ def test_bash_passes_every_argument_unchanged(monkeypatch: pytest.MonkeyPatch, t
     assert printed.split("\0")[:-1] == [str(job.spec.dir), *frozen_arguments(job)]
 
 
+@pytest.mark.slow
 def test_resources_follow_from_processes_and_workers() -> None:
     asked = directives("launch.processes_per_node=4", "data.num_workers=3")
     assert "--gpus-per-node=4" in asked

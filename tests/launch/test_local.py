@@ -211,6 +211,7 @@ def test_a_signal_to_the_launcher_stops_the_run(tmp_path: Path, number: signal.S
         signal.signal(number, before)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_runs")
 def test_a_sweep_runs_its_jobs_one_after_the_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert sweep_of("a", "b", running=1) == 0

@@ -63,6 +63,7 @@ def test_a_dry_run_of_a_job_array_shows_its_script_first(place: Path, capsys: py
     assert list(place.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_wrong_job_refuses_the_whole_sweep_and_is_named(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     error = error_message(capsys, "experiment=digits", "--multirun", "run.seed=1,2", "train.log_every=10,-1")
     assert "run.seed=1 train.log_every=-1: " in error
@@ -79,6 +80,7 @@ def finished(*arguments: str) -> Job:
     return job
 
 
+@pytest.mark.slow
 def test_finished_runs_of_a_sweep_are_not_started_again(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = [finished("optimizer.lr=0.1"), finished("optimizer.lr=0.2")]
     files = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
@@ -96,6 +98,7 @@ def test_finished_runs_of_a_sweep_are_not_started_again(place: Path, capsys: pyt
     assert [f"optimizer.lr={lr}" in out for lr in (0.2, 0.3)] == [False, True]
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_asked_for_more_is_started_again(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

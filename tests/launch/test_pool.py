@@ -44,6 +44,7 @@ class Counted:
         self.calls.append("kill")
 
 
+@pytest.mark.slow
 def test_at_most_size_starts_at_a_time_each_in_its_own_slot(jobs: list[Job]) -> None:
     slots: dict[str, int] = {}
 

@@ -178,6 +178,7 @@ def test_suggestions_do_not_depend_on_restarts(place: Path, started: list[Job]) 
     assert len({float(values["optimizer.lr"]) for values in one}) == 3
 
 
+@pytest.mark.slow
 def test_a_pruned_trial_is_stopped_and_keeps_its_last_value(
     place: Path, started: list[Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,6 +220,7 @@ def test_values_that_the_config_refuses_are_a_failed_trial(place: Path, started:
     assert {trial.state for trial in trials} == {"finished", "failed"}
 
 
+@pytest.mark.slow
 def test_equal_values_share_a_run(place: Path, started: list[Job]) -> None:
     assert run_search("optimizer.lr=0.1,0.2", "launch.max_running=3", trials=3) == FINISHED
     assert len({trial.run for trial in found(place / "s").trials}) == len(started) == 2
@@ -409,6 +411,7 @@ def test_a_journal_that_ends_after_any_line_continues_to_the_same_trials(
     trials_after_cuts(place, sampler, trials, lambda lines: list(range(len(lines)))[-last:])
 
 
+@pytest.mark.slow
 def test_lines_that_are_twice_or_not_at_all_in_a_journal_do_not_end_the_search(
     place: Path, started: list[Job], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -460,6 +463,7 @@ def test_a_lock_that_a_killed_process_left_in_the_journal_is_broken(
         assert f"{lock}: deleted" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_failures_that_are_not_in_a_row_do_not_end_a_search(place: Path, started: list[Job]) -> None:
     class Alternating(Fake):
         def result(self) -> JobResult | None:

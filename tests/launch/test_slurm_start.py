@@ -110,6 +110,7 @@ def test_misses_of_a_job_in_the_queue_do_not_add_up(queue: Path, job: Job, monke
     assert [start.result() for _ in range(6)] == [None] * 6
 
 
+@pytest.mark.slow
 def test_if_sbatch_refuses_a_run_of_a_sweep_the_jobs_before_it_are_cancelled(queue: Path, tmp_path: Path) -> None:
     jobs = sweep("launch=slurm", "experiment=digits", f"run.dir={tmp_path / 'r'}", "run.seed=1,2,3")
     sbatch = tmp_path / "bin" / "sbatch"

@@ -33,6 +33,7 @@ def test_shards_by_megabytes_hold_every_sample_and_differ_by_about_one(sizes, te
     assert max(weights) - min(weights) <= 2 * max(sizes)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 10_000), st.integers(512, 100_000), st.integers(1, 50))
 def test_samples_of_one_size_are_spread_to_within_one(count, sample_bytes, tenths):
     sizes = np.diff(ShardSize(megabytes=tenths / 10).bounds(count, sample_bytes))

@@ -521,6 +521,7 @@ def test_shards_by_megabytes_have_similar_sizes(tmp_path):
     assert len(rows(tmp_path / "dst", "train")) == 60
 
 
+@pytest.mark.slow
 def test_a_bad_image_found_by_another_process_is_named(source, tmp_path, capsys):
     (source / "dog" / "broken.png").write_bytes(b"no image")
     assert pack(source, tmp_path / "dst", "--shards", 2, "--processes", 2) == 1

@@ -27,6 +27,7 @@ def kill_itself(on_progress):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
 def test_results_are_in_order_and_all_progress_is_reported(processes):
     reported = []

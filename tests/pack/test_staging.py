@@ -87,6 +87,7 @@ def test_a_killed_command_continues_to_the_same_bytes(command, tmp_path, where, 
     assert len(list((tmp_path / "dst").glob("*.tar.idx"))) == 8
 
 
+@pytest.mark.slow
 def test_a_command_killed_at_any_step_after_its_last_shard_can_be_repeated(tmp_path):
     np.savez(tmp_path / "x.npz", x=np.zeros((9, 2)))
     command = ["arrays", str(tmp_path / "x.npz")]

@@ -163,6 +163,7 @@ class RegionCNN(nn.Module):
         return self.head(images.mean(dim=(2, 3)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "lines"), [("fp32", 1), ("bf16", 0)])
 def test_an_fp32_run_names_once_the_module_that_lowers_its_precision(
     digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], precision: str, lines: int

@@ -86,6 +86,7 @@ def partly_without_gradient(rank: int, scaler: Any, users: tuple[int, ...], fuse
     return [shared.item(), expert.item()], scaler.get_scale()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("users", [(0,), ()])
 def test_s12_an_optimizer_without_gradients_on_some_ranks_or_all(users: tuple[int, ...], fused: bool) -> None:

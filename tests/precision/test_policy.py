@@ -296,6 +296,7 @@ def saved_bytes(precision: str) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_at_least_a_third_fewer_bytes_are_saved_for_the_backward(precision: str) -> None:
     assert saved_bytes(precision) <= 2 / 3 * saved_bytes("fp32")

@@ -69,6 +69,7 @@ def test_without_scaling_the_first_layers_gradient_is_zero_and_with_it_it_is_not
     assert scaled < in_fp32 + 0.05
 
 
+@pytest.mark.slow
 def test_a_run_without_scaling_warns_resumes_and_logs_no_scale(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

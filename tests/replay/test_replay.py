@@ -63,6 +63,7 @@ def test_a_range_over_two_starts_is_recomputed_bit_by_bit_and_the_directory_stay
     assert_trace_is_the_log(run_dir)
 
 
+@pytest.mark.slow
 def test_other_ranks_and_keys_begin_anew_at_each_checkpoint_and_have_a_tolerance(run_dir: Path) -> None:
     on_one = replay_on(1, run_dir, "replay.steps=[11,30]")
     assert on_one["tolerance"] == 1e-4

@@ -99,6 +99,7 @@ def test_a_block_of_wrong_labels_is_named_first_and_shares_add_up(
     assert again["largest_difference"] == 0
 
 
+@pytest.mark.slow
 def test_losses_and_parts_are_those_of_autograd(tmp_path: Path, block: tuple[Path, list[str]]) -> None:
     data, _ = block
     train(1, tmp_path / "run", data, "train.global_batch_size=6", "train.max_steps=3", "checkpoint.every_steps=2")
@@ -133,6 +134,7 @@ def flat(gradients: tuple[Tensor, ...]) -> Tensor:
     return torch.cat([gradient.reshape(-1) for gradient in gradients])
 
 
+@pytest.mark.slow
 def test_a_prompt_within_a_step_has_its_parts(
     tmp_path: Path, block: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,6 +88,7 @@ def test_a_step_and_its_samples_have_the_same_uses(run_dir: Path) -> None:
     assert [use for use in of_samples if use["step"] == 4] == of_step
 
 
+@pytest.mark.slow
 def test_the_next_use_is_the_one_that_further_training_makes(run_dir: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(run_dir, tmp_path / "run")
     keys = [key for _, _, key in step_logged(run_dir, 2)[:40]]

@@ -20,6 +20,7 @@ def compose_run(*arguments: str) -> RunSpec:
     return RunSpec.from_composed(compose("experiment=digits", *arguments))
 
 
+@pytest.mark.slow
 def test_the_default_name_is_the_experiment_and_a_hash_of_what_makes_the_result() -> None:
     name = compose_run().name
     assert name.startswith("digits-")
@@ -85,6 +86,7 @@ def test_keys_of_a_mapping_may_be_of_several_types() -> None:
     assert compose_run("+train.hooks=[{_target_:a.B,names:{1:a,b:c}}]").name.startswith("digits-")
 
 
+@pytest.mark.slow
 def test_a_run_with_a_directory_of_its_own_has_its_name() -> None:
     assert compose_run("run.dir=runs/mine").name == "mine"
     assert compose_run("run.dir=runs/mine/.").name == "mine"
@@ -175,6 +177,7 @@ def test_a_secret_that_changes_is_no_change_of_the_run(tmp_path: Path) -> None:
     assert "other3" not in change
 
 
+@pytest.mark.slow
 def test_how_a_start_resumes_is_not_part_of_the_saved_command_line(tmp_path: Path) -> None:
     save_run(compose_run(f"run.dir={tmp_path}", "run.resume=never"))
     assert RunSpec.from_composed(compose(*recompose([f"run.dir={tmp_path}"]))).config["run"]["resume"] == "auto"

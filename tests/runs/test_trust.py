@@ -41,6 +41,7 @@ def test_a_run_of_somebody_else_needs_trust_whatever_it_says(tmp_path: Path, ove
     assert override in recompose([argument, "--trust"])
 
 
+@pytest.mark.slow
 def test_ranks_compose_what_the_process_that_started_them_has_read(tmp_path: Path) -> None:
     save_run(RunSpec.from_composed(compose("experiment=digits", f"run.dir={tmp_path / 'mine'}", "optimizer.lr=0.5")))
     argument = f"run.dir={tmp_path / 'mine'}"

@@ -245,6 +245,7 @@ def test_a_page_that_cannot_be_written_is_one_message(
     assert_refused(message_of(capfd, *data, "--n", "2", "--out", str(out)), "--out", out, "different file")
 
 
+@pytest.mark.slow
 def test_an_evaluation_split_that_cannot_be_read_is_a_note(tmp_path: Path, data: list[str]) -> None:
     keep = [word for word in data if not word.startswith("data.eval=")]
     facts, _ = show(tmp_path, *keep, "data.eval=nowhere/*.tar", "--n", "2")

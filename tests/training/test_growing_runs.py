@@ -109,6 +109,7 @@ def test_the_schedule_stays_as_it_was_laid_out_and_the_banner_says_so(
     assert "schedule over 300,000, cut short" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_run_that_grew_continues_with_the_same_data_without_the_key(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
     train(1, run_dir, shards, "train.global_batch_size=10", "train.max_steps=2")
@@ -122,6 +123,7 @@ def test_a_run_that_grew_continues_with_the_same_data_without_the_key(tmp_path: 
     assert_trace_is_the_log(run_dir)
 
 
+@pytest.mark.slow
 def test_changed_shards_are_refused_with_the_key_that_allows_them(
     tmp_path: Path, shards: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,6 +156,7 @@ def test_steps_of_which_all_samples_were_removed_change_nothing_and_do_not_end_t
     assert Counter(key for keys in steps.values() for key in keys) == Counter(dict.fromkeys(kept, 3))
 
 
+@pytest.mark.slow
 def test_samples_of_removed_shards_are_left_out_and_counted(
     tmp_path: Path, shards: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -169,6 +169,7 @@ def test_a_hook_that_exits_has_failed() -> None:
         Hooks({"train.hooks[0]": Exits()}).call("on_step", None, None)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("digits")
 @pytest.mark.parametrize(("method", "end"), [("on_step", 3), ("on_evaluation", 2), ("on_save", 2)])
 def test_a_hook_ends_the_run_early_as_finished_with_evaluation_and_checkpoint(

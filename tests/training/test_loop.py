@@ -81,6 +81,7 @@ def full_disk_at(*steps: int) -> Callable[..., Path]:
 # -- checkpoints that cannot be written
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_no_run_and_is_said_where_nobody_misses_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +96,7 @@ def test_a_full_disk_ends_no_run_and_is_said_where_nobody_misses_it(
     assert "step 4 could not be written" in (tmp_path / "logs" / "rank-00000.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_final_checkpoint_that_cannot_be_written_is_a_failure_on_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,6 +115,7 @@ def test_a_final_checkpoint_that_cannot_be_written_is_a_failure_on_every_rank(
     assert [record["step"] for record in records(tmp_path) if "train/loss" in record] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_stop_without_room_for_the_checkpoint_is_a_failure_and_takes_the_stop_file_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -115,6 +115,7 @@ def test_a_sharded_model_does_it_too(tmp_path: Path, undisturbed: Path, at: tupl
     assert read_starts(tmp_path / "run")[-1].micro_batch == {1: 16, 2: 16, 3: 2}[len(at)]
 
 
+@pytest.mark.slow
 def test_one_rank_without_others(tmp_path: Path) -> None:
     for name, at in (("whole", ()), ("again", ("2:0:0:3", "5:0:1:before"))):
         train(1, tmp_path / name, *at)

@@ -55,6 +55,7 @@ def test_bytes_of_parts_are_those_that_a_rank_really_has(gpt: StepMemory) -> Non
     assert (hybrid.parameters, hybrid.gradients, hybrid.optimizer) == (want.parameters, want.gradients, want.optimizer)
 
 
+@pytest.mark.slow
 def test_ddp_needs_buckets_and_gradients_besides_where_they_are_no_views(gpt: StepMemory) -> None:
     need = gpt
     whole = sum(parameter.tensor.nbytes for parameter in need.parameters)

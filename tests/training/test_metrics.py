@@ -96,6 +96,7 @@ def by_scikit_learn(count: int) -> dict[str, float]:
     return {"f1": f1, "auc": auc, "iou": iou}
 
 
+@pytest.mark.slow
 def test_metrics_equal_those_of_scikit_learn_on_any_number_of_ranks_and_for_each_set(shards: tuple[str, str]) -> None:
     many, few = shards
 

@@ -200,6 +200,7 @@ def test_a_cpu_takes_the_whole_share_and_says_so(tmp_path: Path, capfd: pytest.C
 # -- later starts
 
 
+@pytest.mark.slow
 def test_a_later_start_does_not_search_again_and_other_ranks_have_their_own_size(
     tmp_path: Path,
     has: Callable[[int], None],

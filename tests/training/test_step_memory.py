@@ -81,6 +81,7 @@ def test_tensors_without_data_need_what_real_ones_need(cfg: Config, batch: Batch
         assert (one.tensor.shape, one.state, one.other_state) == (other.tensor.shape, other.state, other.other_state)
 
 
+@pytest.mark.slow
 def test_activations_are_those_that_autograd_saves_and_temporary_ones(gpt: StepMemory) -> None:
     """Compared with saved-tensor hooks of torch around the same forward."""
     model, batch = build_model(config().model, CPU), tokens()
@@ -98,6 +99,7 @@ def test_activations_are_those_that_autograd_saves_and_temporary_ones(gpt: StepM
     assert sum(saved.values()) < gpt.activations < 1.4 * sum(saved.values())
 
 
+@pytest.mark.slow
 def test_activations_grow_with_the_rows(gpt: StepMemory) -> None:
     one = measured(config(), tokens().chosen([0]))
     assert 3 * one.activations < gpt.activations < 4 * one.activations

@@ -93,6 +93,7 @@ def test_epochs_differ_and_the_same_epoch_is_the_same(uneven: list[str]) -> None
     assert global_batches([make_loader(uneven, seed=1)]) != first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [[53], [50, 2, 1]], ids=["1 shard", "3 shards"])
 def test_eight_workers_give_each_sample_once_where_the_naive_data_set_gives_it_eight_times(
     tmp_path: Path, counts: list[int]

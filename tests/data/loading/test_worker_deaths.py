@@ -99,6 +99,7 @@ def assert_equal(ours: list[Batch], theirs: list[Batch]) -> None:
             assert torch.equal(one[name], other[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_workers_that_are_killed_at_random_change_no_bit(shards: list[str], num_workers: int) -> None:
     expected = batches(make(shards, num_workers=0), 3)
@@ -332,6 +333,7 @@ def test_a_map_style_dataset_that_kills_workers_loses_that_sample() -> None:
     loader.close()
 
 
+@pytest.mark.slow
 def test_a_sample_of_a_mixture_is_named_with_its_source(shards: list[str], tmp_path: Path) -> None:
     def mixture(of: list[str], **options: Any) -> list[Batch]:
         sources = Mixture({"a": of[0], "b": of[2]}, {"a": 1, "b": 2})
@@ -348,6 +350,7 @@ def test_a_sample_of_a_mixture_is_named_with_its_source(shards: list[str], tmp_p
     assert {record["key"] for batch in ours for record in batch.bad} == {"b/shard-002.tar/sample00020"}
 
 
+@pytest.mark.slow
 def test_a_partner_of_mixup_that_kills_workers_is_masked_too(shards: list[str], tmp_path: Path) -> None:
     loader = make(shards, start_method="fork", augment=segfault, mix=Mix(48, mixup_alpha=0.4))
     plain = make(with_bad(tmp_path, 20), num_workers=0, mix=Mix(48, mixup_alpha=0.4))

@@ -166,6 +166,7 @@ def check_segment(
     assert rows == walked
 
 
+@pytest.mark.slow
 @examples(40)
 @given(
     recipe=recipes(),
@@ -265,6 +266,7 @@ class Sources:
         return used
 
 
+@pytest.mark.slow
 @few
 @given(
     data=st.data(),

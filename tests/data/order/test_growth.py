@@ -41,7 +41,7 @@ def next_step(position: Position, index: Shards) -> list[Sample]:
     return [index.sample(number) for number in numbers.tolist() if number >= 0]
 
 
-@pytest.mark.parametrize("cases", [60, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [30, pytest.param(400, marks=pytest.mark.slow)])
 def test_every_sample_comes_as_often_as_promised_however_data_change(cases: int) -> None:
     for case in range(cases):
         rng = random.Random(case)

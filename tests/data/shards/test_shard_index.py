@@ -619,6 +619,7 @@ def test_stored_index_without_a_digest_is_used_and_has_the_same_digest(
     assert_equal(load_or_build(str(shard)), built)
 
 
+@pytest.mark.slow
 def test_index_damaged_at_any_byte_is_never_believed(tmp_path: Path, cache: Path) -> None:
     shard = write_shard(tmp_path / "x.tar", 2)
     built = load_or_build(str(shard))

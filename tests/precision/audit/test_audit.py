@@ -561,6 +561,7 @@ def test_the_command_trains_a_few_steps_and_writes_nothing_but_what_was_asked_fo
     assert len(content["losses"]) == 2
 
 
+@pytest.mark.slow
 def test_one_of_several_ranks_sees_its_share_of_the_batch_and_larger_gradients(
     digits: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -597,6 +598,7 @@ def test_what_cannot_work_is_refused(
     assert part in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_several_processes_are_refused(digits: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
     for name, value in (("RANK", 0), ("WORLD_SIZE", 2), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 2)):
         monkeypatch.setenv(name, str(value))

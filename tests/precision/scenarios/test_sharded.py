@@ -250,6 +250,7 @@ def block_alone(norm: bool) -> Tensor:
     return flat([*block.parameters(), block.down.bias])
 
 
+@pytest.mark.slow
 def test_s07t_tensor_parallel_with_a_norm_first_agrees_with_both_scalers() -> None:
     for results in with_both(2, tensor_parallel, True):
         assert_right(results, block_alone(True), {SKIP})

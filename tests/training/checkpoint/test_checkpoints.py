@@ -79,6 +79,7 @@ def damages(path: Path) -> Iterator[tuple[str, bytes | None]]:
         yield f"bit {position % 8} of byte {position} flipped", bytes(flipped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_a_damaged_file_is_never_loaded_always_reported_and_the_one_before_is_used(tmp_path: Path, name: str) -> None:
     checkpoints = Checkpoints(tmp_path, keep_last=3)

@@ -214,6 +214,7 @@ def test_options_of_replay_are_no_keys_of_the_config(trunk: Path) -> None:
 # -- data from epoch 0
 
 
+@pytest.mark.slow
 def test_fork_data_restart_keeps_weights_optimizer_and_counters_and_reads_other_data_from_epoch_0(
     trunk: Path, tmp_path: Path
 ) -> None:

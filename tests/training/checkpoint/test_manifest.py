@@ -72,6 +72,7 @@ def test_the_ranks_divide_the_files_of_a_sharded_checkpoint_and_each_is_read_onc
     assert most == 3 if ranks == 2 else most == 2  # rank 0 reads state.json, too
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damaged", range(RANKS))
 def test_a_file_that_only_one_rank_reads_is_a_broken_checkpoint_for_all_with_the_message_of_one_process(
     sharded: Checkpoints, damaged: int

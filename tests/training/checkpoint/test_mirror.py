@@ -311,6 +311,7 @@ def test_the_same_command_continues_on_another_machine_with_equal_losses(
     assert len((b / "starts.jsonl").read_text().splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_put_where_the_command_is_repeated(
     digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -200,6 +200,7 @@ def of_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, tu
     return folder, saved_by(2, folder, ("ddp", "fsdp"))
 
 
+@pytest.mark.slow
 def test_one_process_reads_the_weights_of_a_sharded_run_which_equal_those_of_ddp(of_two: Any) -> None:
     folder, saved = of_two
     assert_same(saved["fsdp"][0], saved["ddp"][0], 1e-5)

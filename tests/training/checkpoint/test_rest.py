@@ -118,6 +118,7 @@ def resume_in(ranks: int, of_two: Saved, *strategies: str) -> None:
     run_ranks(ranks, rank, init=False)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_continues_bit_for_bit_and_with_a_different_strategy(of_two: Saved) -> None:
     resume_in(2, of_two, "ddp", "fsdp")
 

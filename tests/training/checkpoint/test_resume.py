@@ -27,6 +27,7 @@ from tests.whole_runs import train_on, tree, weights
 SMALL = ("model.width=4", "data.num_workers=0", "schedule=constant")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("digits")
 def test_a_new_run_begins_with_the_average_of_another_and_its_own_counters(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"

@@ -37,6 +37,7 @@ def names_in(path: Path) -> set[str]:
         return {event["name"] for event in json.load(file)["traceEvents"] if event.get("ph") == "X"}
 
 
+@pytest.mark.slow
 def test_a_profile_holds_the_parts_of_the_steps_on_the_ranks_asked_for(tmp_path: Path) -> None:
     # Steps 5 to 7: an epoch has six, and is followed by an evaluation.
     train(2, tmp_path, "train.max_steps=8", "profile.steps=[5,7]", "profile.ranks=[1]", "train.eval_every=6")

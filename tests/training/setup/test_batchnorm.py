@@ -119,6 +119,7 @@ def on_ranks(rank: int, rows: int, how: str) -> tuple[Tensor, dict[str, Tensor]]
     return flat(model), {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "rows"),
     [("ddp", ROWS), ("ddp", 2), ("fsdp", ROWS), ("fsdp", 2)],

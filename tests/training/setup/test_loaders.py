@@ -363,6 +363,7 @@ def test_a_map_style_data_set_is_trained_on_and_resumed_on_other_ranks(tmp_path:
     assert records(tmp_path)[-1]["eval/samples"] == 30
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("digits")
 def test_generated_samples_are_trained_on_by_as_many_workers_as_they_need(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]

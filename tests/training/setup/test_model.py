@@ -310,6 +310,7 @@ class Flattening(nn.Module):
         return self.head(self.convolution(images).view(len(images), -1))
 
 
+@pytest.mark.slow
 def test_a_model_that_needs_the_usual_layout_trains_where_channels_last_is_off(
     digits: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
