@@ -51,7 +51,7 @@ from dtrain.data import ShardLoader
 from dtrain.data.loading.collate import Collator
 from dtrain.data.loading.field_buffer import FieldBuffer
 from dtrain.data.order.epoch_order import EpochOrder
-from dtrain.data.sources.shard_source import ShardReader
+from dtrain.data.sources.shard_reader import ShardReader
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from benchmarks import harness
 from dtrain.data.augment import RandomResizedCrop
 from dtrain.data.fields.crop import Crop
 from dtrain.data.shards.dataset_index import DatasetIndex
-from dtrain.data.sources.shard_source import ShardReader
+from dtrain.data.sources.shard_reader import ShardReader
 from dtrain.data.writer import write_shards
 
 CROP = 224

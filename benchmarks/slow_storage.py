@@ -28,7 +28,7 @@ from dtrain.data.augment import RandomResizedCrop
 from dtrain.data.fields.decode import decode_image
 from dtrain.data.shards.dataset_index import DatasetIndex
 from dtrain.data.shards.node_cache import CachePolicy
-from dtrain.data.sources.shard_source import ShardReader
+from dtrain.data.sources.shard_reader import ShardReader
 
 BATCH = 64
 CROP = RandomResizedCrop(224)

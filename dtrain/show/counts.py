@@ -23,7 +23,7 @@ from dtrain.console import OnProgress
 from dtrain.data.fields.decode import decode
 from dtrain.data.fields.field import Field, SampleError
 from dtrain.data.shards.shard_index import load_or_build
-from dtrain.data.sources.shard_source import ShardReader
+from dtrain.data.sources.shard_reader import ShardReader
 from dtrain.show.split import OneSource, Row, Split
 
 #: Limits without ``--all``, for each split.

@@ -20,7 +20,7 @@ from dtrain.data.loading import workers
 from dtrain.data.shards import shard_file
 from dtrain.data.shards.node_cache import CacheFull, CachePolicy
 from dtrain.data.shards.shard_file import ShardChanged
-from dtrain.data.sources import shard_source
+from dtrain.data.sources import prefetcher, shard_reader
 from tests.http_server import FileServer, serving
 from tests.refusals import refused
 from tests.shards import UNEVEN, make_loader, read_epoch, write_numbered, write_tar
@@ -191,7 +191,7 @@ def test_ranks_of_a_node_fetch_each_shard_once(server: FileServer) -> None:
 def test_a_shard_that_vanishes_or_is_replaced_is_named_without_secrets(
     server: FileServer, shards: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_source.Prefetcher, "want", lambda self, *_: 0)
+    monkeypatch.setattr(prefetcher.Prefetcher, "want", lambda self, *_: 0)
     for change, message in (
         (lambda path: os.unlink(path), r"shard-004\.tar does not exist"),
         (lambda path: path.write_bytes(b"<html>"), r"has 6 bytes and starts with b'<html>'"),
@@ -256,11 +256,11 @@ def test_workers_are_told_the_shards_of_their_rank_up_to_the_next_epochs_first(
 ) -> None:
     told: list[set[int]] = []
 
-    def expect(self: shard_source.ShardReader, ahead: Callable[[int], np.ndarray], at_once: int | None) -> None:
+    def expect(self: shard_reader.ShardReader, ahead: Callable[[int], np.ndarray], at_once: int | None) -> None:
         told.append(set(ahead(1000).tolist()))
         assert at_once == 2 * 2  # half of the lanes, with a shuffle window each
 
-    monkeypatch.setattr(shard_source.ShardReader, "expect", expect)
+    monkeypatch.setattr(shard_reader.ShardReader, "expect", expect)
     monkeypatch.setattr(workers, "LOCATED_TOGETHER", 12)
     paths = write_numbered(tmp_path / "data", [10] * 40)
     loader = make_loader(paths, global_batch_size=12, lanes=4, window=2, rank=1, world_size=2)

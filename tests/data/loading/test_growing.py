@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from dtrain.data import BadShards, Growth, Mixture, ShardLoader, WorkerOptions
-from dtrain.data.shards import dataset_index
+from dtrain.data.shards import index_builder
 from dtrain.data.sources.datasets import SampleSource
 from dtrain.data.sources.mixture import EvaluationSets
 from tests.data.loading.growing_shards import add, files_in, keys_of_step, sample_of, write
@@ -185,7 +185,7 @@ def test_workers_of_another_process_know_the_removed_shards(
     folder: Path, mapped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if mapped:
-        monkeypatch.setattr(dataset_index, "MAPPED_ABOVE", 0)
+        monkeypatch.setattr(index_builder, "MAPPED_ABOVE", 0)
     state = state_after_a_step(folder)
     write(folder, "a.tar", 5)
     (folder / "b0.tar").unlink()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dtrain.data import Mixture, ShardLoader
-from dtrain.data.shards import dataset_index
+from dtrain.data.shards import index_builder
 from dtrain.data.shards.bad_shards import RECORD, BadShards, as_recorded, read_record, write_record
 from dtrain.data.shards.dataset_index import DatasetIndex
 from dtrain.data.shards.patterns import expand
@@ -62,7 +62,7 @@ def test_data_set_is_that_of_the_other_shards(
     shards: list[str], damage: str, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if place == "mapped":
-        monkeypatch.setattr(dataset_index, "MAPPED_ABOVE", 0)
+        monkeypatch.setattr(index_builder, "MAPPED_ABOVE", 0)
     DAMAGE[damage](shards[1])
     for workers in (1, 3):
         index = build(shards, ANY, workers=workers)
@@ -159,7 +159,7 @@ def test_failure_of_the_process_is_no_damage(shards: list[str], monkeypatch: pyt
             raise OSError(errno.EMFILE, "Too many open files", path)
         return stamp_of(path)
 
-    monkeypatch.setattr(dataset_index, "stamp_of", too_many)
+    monkeypatch.setattr(index_builder, "stamp_of", too_many)
     with pytest.raises(OSError, match="Too many open files"):
         build(shards, ANY)
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.data.shards import dataset_index
+from dtrain.data.shards import index_builder
 from dtrain.data.shards.dataset_index import DatasetIndex
 from dtrain.data.shards.shard_index import ShardIndex, load_or_build
 from dtrain.data.shards.tar import ShardError
@@ -44,7 +44,7 @@ def shards(tmp_path: Path) -> list[str]:
 @pytest.fixture(params=["in memory", "mapped"])
 def place(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "mapped":
-        monkeypatch.setattr(dataset_index, "MAPPED_ABOVE", 0)
+        monkeypatch.setattr(index_builder, "MAPPED_ABOVE", 0)
     return str(request.param)
 
 
@@ -74,9 +74,9 @@ def test_rows_are_what_webdataset_reads_shard_after_shard(shards: list[str], pla
 def test_later_start_of_many_shards_does_not_load_their_indexes(
     shards: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dataset_index, "MAPPED_ABOVE_SHARDS", len(shards) - 1)
+    monkeypatch.setattr(index_builder, "MAPPED_ABOVE_SHARDS", len(shards) - 1)
     first = DatasetIndex.build(shards, FIELDS)
-    monkeypatch.setattr(dataset_index, "load_or_build", lambda *_: pytest.fail("the index of a shard was loaded"))
+    monkeypatch.setattr(index_builder, "load_or_build", lambda *_: pytest.fail("the index of a shard was loaded"))
     assert_equal(DatasetIndex.build(shards, FIELDS), first)
 
 
@@ -116,7 +116,7 @@ def test_kept_indexes_give_the_same(shards: list[str], place: str, monkeypatch: 
 def test_large_columns_are_mapped_once_built(shards: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small = DatasetIndex.build(shards, FIELDS)
     assert not cache.exists()
-    monkeypatch.setattr(dataset_index, "MAPPED_ABOVE", 0)
+    monkeypatch.setattr(index_builder, "MAPPED_ABOVE", 0)
     built = DatasetIndex.build(shards, FIELDS)
     assert_equal(built, small)
     assert not built.offsets.flags.writeable
@@ -124,7 +124,7 @@ def test_large_columns_are_mapped_once_built(shards: list[str], cache: Path, mon
     def no_index(path: str, *others: object) -> NoReturn:
         raise AssertionError(f"{path} was looked at again")
 
-    monkeypatch.setattr(dataset_index, "load_or_build", no_index)
+    monkeypatch.setattr(index_builder, "load_or_build", no_index)
     assert_equal(DatasetIndex.build(shards, FIELDS), small)
     with pytest.raises(AssertionError, match="looked at again"):
         DatasetIndex.build(shards, ["cls"])
@@ -137,7 +137,7 @@ def test_large_columns_stay_in_memory_if_the_cache_cannot_be_written(
     shards: list[str], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = DatasetIndex.build(shards, FIELDS)
-    monkeypatch.setattr(dataset_index, "MAPPED_ABOVE", 0)
+    monkeypatch.setattr(index_builder, "MAPPED_ABOVE", 0)
     cache.touch()
     with pytest.warns(UserWarning, match="DTRAIN_CACHE") as warned:
         assert_equal(DatasetIndex.build(shards, FIELDS), small)
@@ -188,7 +188,7 @@ def test_ranks_begin_at_different_shards_and_share_the_work(tmp_path: Path, monk
         looked_at.append(Path(path).stem)
         return load_or_build(path, *others)
 
-    monkeypatch.setattr(dataset_index, "load_or_build", note)
+    monkeypatch.setattr(index_builder, "load_or_build", note)
     indexes = []
     for rank in range(3):
         indexes.append(DatasetIndex.build(paths, FIELDS, rank=rank, world_size=3))
@@ -271,7 +271,7 @@ def test_shard_that_changes_between_two_looks_is_an_error(shards: list[str], mon
             write_shard(Path(path), 30)
         return load_or_build(path, *others)
 
-    monkeypatch.setattr(dataset_index, "load_or_build", change_and_index)
+    monkeypatch.setattr(index_builder, "load_or_build", change_and_index)
     with pytest.raises(ShardError, match="changed while the dataset was indexed"):
         DatasetIndex.build(shards, FIELDS)
 

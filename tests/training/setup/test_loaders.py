@@ -14,7 +14,7 @@ import torch
 
 from dtrain.config.schema import Config, DataConfig
 from dtrain.data import ShardLoader, digits
-from dtrain.data.sources import shard_source
+from dtrain.data.sources import shard_reader
 from dtrain.errors import ConfigError
 from dtrain.precision import Precision
 from dtrain.training.setup.loaders import (
@@ -96,8 +96,8 @@ def test_training_is_shuffled_and_evaluation_is_in_stored_order_if_asked_for(sha
 def test_each_rank_opens_its_share_of_the_evaluation_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = config(eval=write_vectors(tmp_path, 100, shards=12))
     opened: set[str] = set()
-    open_shard = shard_source.open_shard
-    monkeypatch.setattr(shard_source, "open_shard", lambda path: opened.add(path) or open_shard(path))
+    open_shard = shard_reader.open_shard
+    monkeypatch.setattr(shard_reader, "open_shard", lambda path: opened.add(path) or open_shard(path))
     batches = {}
     for size in (1, 2, 4):
         ranks = []

@@ -1,4 +1,4 @@
-"""Ranges of shards, joint reads, and shards fetched ahead."""
+"""Ranges of shards, joint reads, and copies in the node cache."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ import pytest
 
 from dtrain.data import Mixture, ShardDataset, ShardLoader, WorkerOptions
 from dtrain.data.fields.parse import parse_fields
-from dtrain.data.shards.node_cache import CacheFull, CachePolicy
+from dtrain.data.shards.node_cache import CachePolicy
 from dtrain.data.shards.shard_file import LocalFile, ShardChanged, Stamp, stamp_of
-from dtrain.data.sources import shard_source
+from dtrain.data.sources import prefetcher, shard_reader
 from dtrain.data.sources.random_offset import RandomOffsetSource
-from dtrain.data.sources.shard_source import Prefetcher, ShardReader, ShardSource, Wanted, joint_reads
+from dtrain.data.sources.shard_reader import ShardReader, joint_reads
+from dtrain.data.sources.shard_source import ShardSource
 from tests.refusals import refused
 from tests.shards import LABEL, make_loader, write_numbered, write_patterns, write_tar
 
@@ -172,7 +173,7 @@ def test_a_shard_that_is_overwritten_while_it_is_open_ends_the_run_although_all_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, change: int
 ) -> None:
     for name in ("_SECONDS_BETWEEN_CHECKS", "_DURATIONS_BETWEEN_CHECKS"):
-        monkeypatch.setattr(shard_source, name, 0)
+        monkeypatch.setattr(shard_reader, name, 0)
     path = tmp_path / "x.tar"
     write_tokens(path, 1000)
     fields = {"tok": {"name": "tokens", "role": "id", "dtype": "uint16", "length": 2048}}
@@ -244,7 +245,7 @@ def test_slow_storage_is_read_once_in_large_pieces(
 def test_samples_of_a_large_shard_do_not_wait_for_its_copy(
     shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shard_source, "_SMALL_SHARD", SIZE - 1)
+    monkeypatch.setattr(shard_reader, "_SMALL_SHARD", SIZE - 1)
     reader = make_reader(shards, tmp_path / "cache")
     assert reader.read(0, 100, 10) == stored(shards[0], 100, 10)
     assert not list((tmp_path / "cache").glob("*"))
@@ -268,7 +269,7 @@ def test_a_full_cache_disk_is_told_once_and_samples_are_read_where_they_lie(shar
 def test_a_cache_that_others_may_write_is_told_once_and_samples_are_read_where_they_lie(
     shards: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large: bool
 ) -> None:
-    monkeypatch.setattr(shard_source, "_SMALL_SHARD", SIZE - 1 if large else SIZE)
+    monkeypatch.setattr(shard_reader, "_SMALL_SHARD", SIZE - 1 if large else SIZE)
     planted = make_reader(shards, tmp_path / "cache")
     cache = planted._policy.cache  # type: ignore[union-attr]
     cache.fetch(shards[0], stamp_of(shards[0]))
@@ -297,104 +298,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-class Cache:
-    """Stands for a cache: notes what is fetched; some shards are there, one cannot be had, one finds no room."""
-
-    max_bytes = 100
-
-    def __init__(self) -> None:
-        self.fetched: list[str] = []
-        self.done = threading.Semaphore(0)
-
-    def touch(self, path: str, stamp: Stamp) -> bool:
-        if path == "there":
-            self.done.release()
-        return path == "there"
-
-    def fetch(self, path: str, stamp: Stamp, wait: bool) -> bool:
-        assert not wait
-        self.fetched.append(path)
-        self.done.release()
-        if path == "gone":
-            raise FileNotFoundError(path)
-        if path == "full":
-            raise CacheFull("no room.")
-        return True
-
-    def wait_for(self, number: int) -> None:
-        for _ in range(number):
-            self.done.acquire()
-
-
-@pytest.fixture
-def cache(monkeypatch: pytest.MonkeyPatch) -> Cache:
-    monkeypatch.setattr(shard_source, "_THREADS", 1)
-    return Cache()
-
-
-@pytest.fixture
-def prefetcher(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> Iterator[Prefetcher]:
-    policy = CachePolicy("slow", sharers=2)
-    object.__setattr__(policy, "cache", cache)
-    prefetcher = Prefetcher(policy)
-    yield prefetcher
-    prefetcher.close()
-
-
-def wanted(*paths: str, size: int = 10) -> list[Wanted]:
-    return [(path, Stamp(size, 0)) for path in paths]
-
-
-def test_the_nearest_come_first_and_what_fails_is_passed_over(cache: Cache, prefetcher: Prefetcher) -> None:
-    prefetcher.want(wanted("a", "there", "gone", "b"))
-    cache.wait_for(4)
-    assert cache.fetched == ["a", "gone", "b"]
-
-
-def test_no_more_than_this_processes_part_of_the_room_is_fetched(cache: Cache, prefetcher: Prefetcher) -> None:
-    prefetcher.want(wanted(*"abcdefgh"))  # 50 of 100 bytes
-    cache.wait_for(5)
-    prefetcher.want(wanted("last"))
-    cache.wait_for(1)
-    assert cache.fetched == [*"abcde", "last"]
-
-
-def test_a_full_disk_is_told_and_nothing_more_is_fetched_until_the_next_request(
-    cache: Cache, prefetcher: Prefetcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(shard_source.warnings, "warn", lambda text, stacklevel: told.append(text))
-    prefetcher.want(wanted("full", "a", "b"))
-    cache.wait_for(1)
-    while not told:
-        pass
-    prefetcher.want(wanted("c"))
-    cache.wait_for(1)
-    assert cache.fetched == ["full", "c"]
-    assert told == ["no room. Until then, samples are read one by one."]
-
-
-def test_readers_of_one_process_are_served_in_turn_and_share_its_part(cache: Cache) -> None:
-    policy = CachePolicy("slow", sharers=2)
-    object.__setattr__(policy, "cache", cache)
-    both = Prefetcher(policy, readers=2)  # 25 of 100 bytes for each
-    with both._changed:  # nothing is fetched before both have asked
-        assert both.want(wanted("a1", "a2", "a3"), 1) == 2
-        assert both.want(wanted("b1", "b2", "b3"), 2) == 2
-    cache.wait_for(4)
-    assert cache.fetched == ["a1", "b1", "a2", "b2"]
-    both.close(1)
-    assert not both.is_closed
-    both.want(wanted("c"), 2)
-    cache.wait_for(1)
-    assert cache.fetched[4:] == ["c"]
-    both.close(2)
-    assert both.is_closed
-
-
 def test_sources_of_a_mixture_share_threads_and_open_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DTRAIN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(shard_source, "_MAX_OPEN", 24)
+    monkeypatch.setattr(shard_reader, "_MAX_OPEN", 24)
     sources = {f"s{number}": write_numbered(tmp_path / str(number), (4,) * 6) for number in range(12)}
     counts = {}
     opened = []
@@ -410,7 +316,7 @@ def test_sources_of_a_mixture_share_threads_and_open_files(tmp_path: Path, monke
         counts[storage] = sum(each.name == "prefetch" for each in threading.enumerate())
         loader.close()
     assert 0 < max(opened) <= 24
-    assert counts["slow"] - counts["fast"] <= shard_source._THREADS
+    assert counts["slow"] - counts["fast"] <= prefetcher._THREADS
 
 
 def _open_files() -> list[str]:
