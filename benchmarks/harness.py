@@ -224,8 +224,8 @@ def in_new_process(function: Callable[..., T], *arguments: Any, **environment: s
     """Calls a function of a benchmark in a Python process of its own; arguments and result travel as JSON."""
     module = importlib.import_module(function.__module__)
     name = module.__spec__.name if module.__spec__ is not None else module.__name__  # of a module that runs as __main__
-    code = f"from benchmarks import harness; harness.answer({name!r}, {function.__name__!r})"
-    result: T = json.loads(run(python("-c", code), stdin=json.dumps(arguments), **environment).splitlines()[-1])
+    command = python("-m", "benchmarks.harness", name, function.__name__)
+    result: T = json.loads(run(command, stdin=json.dumps(arguments), **environment).splitlines()[-1])
     return result
 
 
@@ -410,3 +410,7 @@ def jpegs(number: int, size: tuple[int, int]) -> Iterator[dict[str, Any]]:
         stream = io.BytesIO()
         Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(stream, "JPEG", quality=90)
         yield {"__key__": f"{place:08d}", "jpg": stream.getvalue(), "cls": int(rng.integers(CLASSES))}
+
+
+if __name__ == "__main__":
+    answer(*sys.argv[1:])

@@ -23,27 +23,41 @@ from tests.quick_hydra import quick_hydra
 gc.disable()
 
 
-#: Files whose tests take long together, the longest first: a worker that begins one of them last is waited for.
+#: Files whose tests take long together, the longest first: of the slow tests, then of the default ones. A worker that begins
+#: one of them last is waited for.
 LONG = (
-    "training/test_loop.py",
-    "replay/test_replay.py",
-    "training/test_memory_retry.py",
-    "launch/test_search.py",
+    "test_experiments.py",
     "test_docs.py",
-    "training/test_growing_runs.py",
-    "replay/test_trace.py",
-    "training/checkpoint/test_fork.py",
-    "test_train.py",
+    "test_benchmarks.py",
+    "test_interruptions.py",
+    "examples/test_coming_from.py",
+    "replay/test_replay.py",
     "data/loading/test_worker_deaths.py",
-    "test_evaluate.py",
-    "tracking/test_wandb_sink.py",
-    "test_imports.py",
-    "export/test_formats.py",
+    "test_mirrored_runs.py",
+    "training/test_memory_retry.py",
+    "test_doc_outputs.py",
+    "test_survival.py",
+    "test_plain.py",
+    "training/test_recovery.py",
+    "examples/test_lessons.py",
+    "test_launchers.py",
+    "launch/test_local.py",
+    "launch/test_search.py",
+    "test_package.py",
+    "examples/test_regions.py",
     "export/test_main.py",
-    "training/test_micro_batch.py",
     "training/test_step.py",
-    "data/order/test_find.py",
-    "test_train_refused.py",
+    "training/test_loop.py",
+    "precision/test_grad_scaler_ranks.py",
+    "runs/test_run_spec.py",
+    "training/checkpoint/test_manifest.py",
+    "precision/test_vote.py",
+    "tracking/test_wandb_sink.py",
+    "replay/test_trace.py",
+    "test_train.py",
+    "training/checkpoint/test_rest.py",
+    "training/checkpoint/test_fork.py",
+    "training/checkpoint/test_sharded_saves.py",
 )
 
 

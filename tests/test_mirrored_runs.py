@@ -207,8 +207,11 @@ def test_twenty_machines_are_lost(bucket: tuple[FaultyProxy, Any], tmp_path: Pat
 def test_of_two_starts_at_once_one_has_the_mirror(bucket: tuple[FaultyProxy, Any], tmp_path: Path) -> None:
     proxy, client = bucket
     pace = paced(until=str(tmp_path / "both have claimed it"))
+    # A start that finds a whole checkpoint of another one does not claim the mirror.
+    proxy.fault = lambda method, path: 503 if method == "PUT" and path.endswith("/manifest.json") else None
     both = [start(tmp_path / name / "run", "train.max_steps=120", pace) for name in "ab"]
     assert until(lambda: claims(client) >= 2, both[0]), "it has ended"
+    proxy.fault = lambda method, path: None
     (tmp_path / "both have claimed it").touch()
     assert [process.wait(_DEADLINE) for process in both] == [0, 0]
     states = [status(tmp_path / name / "run")["mirror"] for name in "ab"]
