@@ -139,6 +139,8 @@ def printable(text: str, keep: str = "") -> str:
         text: The text, such as a name in another user's file.
         keep: Characters that stay. Without ``"\\n"`` the result is one line.
     """
+    if text.isprintable():
+        return text
     return "".join(character if character.isprintable() or character in keep else "?" for character in text)
 
 

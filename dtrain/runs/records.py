@@ -84,7 +84,7 @@ class JsonlSink:
             TypeError: If a value is not a plain number.
         """
         finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
-        self._file.write(json.dumps(finite, allow_nan=False).encode() + b"\n")
+        self._file.write(json.dumps(finite).encode() + b"\n")
         self._file.flush()
 
     def media(self, step: int, name: str, path: Path) -> None:

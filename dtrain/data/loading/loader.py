@@ -529,7 +529,7 @@ class ShardLoader:
 
     def _take(self, iterator: _EpochIterator) -> Batch:
         stream = self._stream
-        if stream is None or not stream.is_open or iterator is not self._open_iterator():
+        if stream is None or not stream.is_open or self._iterator is None or iterator is not self._iterator():
             raise RuntimeError(
                 "this iterator of the loader is invalid: the loader was closed, a newer iterator was opened, or a worker "
                 "failed. Call epoch() again, which continues at the committed position."
