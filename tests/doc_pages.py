@@ -27,7 +27,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
 ]
-#: In the order in which they are read: later ones need the runs of earlier ones.
+#: Pages that a newcomer reads in the first week, in this order: later ones need the runs of earlier ones.
 WEEK = ("README.md", "laptop.md", "own_data.md", "own_model.md", "debug.md", "export.md", "mixed_precision.md")
 
 _FENCE = re.compile(
@@ -87,7 +87,7 @@ def blocks(page: Path, language: str | None = None) -> list[Block]:
 
 
 def run_in_the_week(page: Path) -> Iterator[tuple[Block, list[Block]]]:
-    """Of a page of ``WEEK``: the blocks of code that a reader runs, up to the last compared output, each with its outputs."""
+    """The blocks of a page of ``WEEK`` that test_doc_outputs runs, up to the last compared output; each with its outputs."""
     found: list[tuple[Block, list[Block]]] = []
     for block in blocks(page):
         if block.language in ("bash", "python"):

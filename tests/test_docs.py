@@ -63,7 +63,7 @@ def test_what_a_page_says_to_type_works(page: Path, tmp_path: Path, tmp_path_fac
     world = make_world(tmp_path, tmp_path_factory.getbasetemp())
     # What a newcomer types is really started.
     python = sys.executable if page.name == "index.md" else forked_python()
-    elsewhere = [code for code, _ in run_in_the_week(page)] if page.name in WEEK else []  # see test_doc_outputs
+    elsewhere = [code for code, _ in run_in_the_week(page)] if page.name in WEEK else []  # by test_doc_outputs
     for block in blocks(page, "bash"):
         if block.runs and block not in elsewhere:
             try:

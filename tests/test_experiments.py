@@ -31,16 +31,22 @@ def test_every_experiment_composes_and_its_header_has_the_command(name: str, mon
     assert "dtrain train" in header
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(360)
+@pytest.mark.timeout(660)
 @pytest.mark.usefixtures("digits")
-@pytest.mark.parametrize(("precision", "epochs", "accuracy"), [("bf16", 12, 0.97), ("fp16", 3, 0.9)])
+@pytest.mark.parametrize(
+    ("precision", "epochs", "accuracy"),
+    [
+        pytest.param("bf16", 12, 0.97, marks=pytest.mark.slow),
+        # fp16 has no fast kernels on a CPU: all 12 epochs take a minute or two.
+        pytest.param("fp16", 3, 0.9, marks=pytest.mark.slow),
+        pytest.param("fp16", 12, 0.97, marks=pytest.mark.soak),
+    ],
+)
 def test_digits_are_learned_in_16_bits_on_two_ranks(
     tmp_path: Path, precision: str, epochs: int, accuracy: float
 ) -> None:
-    # fp16 has no fast kernels on a CPU: all 12 epochs, which docs/proof.md has the accuracy of, take a minute or two.
     overrides = (f"precision={precision}", f"train.max_epochs={epochs}", "train.log_every=23")
-    train_on(2, tmp_path, *overrides, "train.deterministic=false", timeout=300)
+    train_on(2, tmp_path, *overrides, "train.deterministic=false", timeout=600)
     assert metrics(tmp_path, "eval/accuracy")[-1] >= accuracy
 
 
@@ -111,7 +117,7 @@ def test_cifar10_learns_from_read_only_jpeg_shards(tmp_path: Path) -> None:
     train_on(2, tmp_path, "train.max_steps=30", "train.log_every=10", experiment="cifar10_cpu")
     losses = metrics(tmp_path)
     assert losses[0] == pytest.approx(2.3, abs=0.1)  # chance: ln 10
-    assert losses[-1] < 2.23
+    assert losses[-1] < losses[0] - 0.05  # it was 2.18 in 2026-11
     assert metrics(tmp_path, "eval/accuracy")[-1] > 0.15
     assert sorted(os.listdir(os.environ["DTRAIN_TEST_CIFAR10"])) == before
 

@@ -203,7 +203,7 @@ class Loop:
         self._is_accumulating = False
         # Settles the previous step, whose vote has ended while forward and backward of this step were queued.
         self._settle()
-        self._may_be_saved = False
+        self._may_be_saved = False  # as in _not_to_be_saved, which would take longer in every step
         with self._warn_on_host_sync():
             # Requests are part of the vote, because all ranks must act on them at the same step.
             restarts = run.train_loader.restarts.take_new()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -102,16 +103,20 @@ def test_a_program_of_the_page_learns_the_digits(program: str, ranks: int, packa
             cwd=tmp_path,
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{FOLDER}"},
         )
-    with process:
-        while process.poll() is None and "accuracy " not in output.read_text():
+    try:
+        deadline = time.monotonic() + 200
+        while process.poll() is None and not re.search("^accuracy ", output.read_text(), re.MULTILINE):
+            assert time.monotonic() < deadline, output.read_text()
             time.sleep(0.1)
         try:
-            code = process.wait(timeout=10)
+            code = process.wait(timeout=30)
         except subprocess.TimeoutExpired:
             # A loop with torch's DDP over gloo sometimes hangs when the interpreter is torn down, after it has printed its
             # result: see dtrain/distributed/process_group.py, which prevents this in dtrain's own commands.
-            process.kill()
             code = 0 if ranks else None
+    finally:
+        process.kill()
+        process.wait()
     shown = output.read_text()
     assert code == 0, shown
     (accuracy,) = (float(line.split()[1]) for line in shown.splitlines() if line.startswith("accuracy "))

@@ -186,8 +186,9 @@ class ShardLoader:
         # A weak reference, so that an iterator that the caller dropped no longer counts as open.
         self._iterator: weakref.ref[_EpochIterator] | None = None
         self._uncommitted = 0  # micro-batches received since the last commit
-        self._can_step_back = False
-        self._end_of_epoch: Position | MixturePosition | None = None  # before that commit, if it ended an epoch
+        self._can_step_back = False  # whether there was a commit that ``step_back`` can undo
+        # The position before that commit if it ended an epoch; otherwise ``step_back`` subtracts a step.
+        self._end_of_epoch: Position | MixturePosition | None = None
 
     @classmethod
     def over(
@@ -238,6 +239,7 @@ class ShardLoader:
         position = self._position
         if n != position.epoch:
             position.begin(n)
+            self._can_step_back = False
         # Workers that have already reached this position, usually at an epoch boundary, are kept.
         if self._stream is None or not self._stream.is_open or self._stream.at != (position.epoch, position.step):
             self._end_stream()
@@ -329,14 +331,14 @@ class ShardLoader:
     def step_back(self, micro_batch_size: int) -> None:
         """Undoes the last ``commit``, and divides this rank's rows of a step into micro-batches of a different size.
 
-        Call it at most once after a commit, on every rank. Existing iterators become invalid; ``epoch()`` and ``iter()``
-        continue at the position.
+        Call it at most once after a commit, on every rank, before ``epoch()`` of a different epoch. Existing iterators become
+        invalid; ``epoch()`` and ``iter()`` continue at the position.
 
         Args:
             micro_batch_size: Rows of a micro-batch from now on.
 
         Raises:
-            RuntimeError: If there was no commit since the last call.
+            RuntimeError: If there was no commit since the last call, or since the loader moved to a different epoch.
             ValueError: If the size does not divide this rank's rows of a step.
         """
         if not self._can_step_back:

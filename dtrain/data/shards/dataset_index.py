@@ -5,7 +5,7 @@
 * The *fingerprint* is a hash of everything that the meaning of a sample number depends on: the shards' names, sizes and
   sample counts (their own hash is the *shards' fingerprint*), and the keys, extensions and member sizes of the samples. The
   content of members is not read.
-* ``index_builder`` builds it.
+* ``index_builder`` builds the columns.
 
 Everything that grows with the number of samples is in arrays. Small arrays are sent to the workers; large ones are
 written to the cache directory once and memory-mapped by all processes of a host, however they were started.

@@ -202,7 +202,7 @@ class MetricSums:
         self._bytes = 0
         self._loss_scale: float | None = None
         # Of the applied steps:
-        self._applied = self._applied_samples = 0
+        self._applied_samples = self._norms = 0
         self._lr: float | None = None
         self._lrs: Mapping[str, float] = {}
         self._loss_sum = self._count = self._grad_norms = 0.0
@@ -217,7 +217,7 @@ class MetricSums:
         step_seconds: float,
         wait_seconds: float = 0.0,
         skipped: bool = False,
-        grad_norm: float = math.nan,
+        grad_norm: float | None = None,
         lr: float | None = None,
         lrs: Mapping[str, float] = MappingProxyType({}),
         loss_scale: float | None = None,
@@ -251,12 +251,13 @@ class MetricSums:
         if skipped:
             self.skipped_steps += 1
             return
-        self._applied += 1
         self._applied_samples += samples
         self._lr, self._lrs = lr, lrs
         self._loss_sum += loss_sum
         self._count += count
-        self._grad_norms += grad_norm
+        if grad_norm is not None:
+            self._grad_norms += grad_norm
+            self._norms += 1
         for name, (total, number) in metrics.items():
             sums = self._metrics.get(name)
             if sums is None:
@@ -273,12 +274,13 @@ class MetricSums:
         ``precision/skipped_steps`` and ``data/bad_samples`` are totals of the run. Percentiles of step seconds are
         nearest-rank percentiles.
         """
-        record: dict[str, float | int] = {}
+        record: dict[str, float | int] = {
+            f"train/{name}": total / count for name, (total, count) in self._metrics.items() if count
+        }
         if self._count:
             record["train/loss"] = self._loss_sum / self._count
-        if self._applied:
-            record["train/grad_norm"] = self._grad_norms / self._applied
-        record |= {f"train/{name}": total / count for name, (total, count) in self._metrics.items() if count}
+        if self._norms:
+            record["train/grad_norm"] = self._grad_norms / self._norms
         if self._lr is not None:
             record["train/lr"] = self._lr
         record |= {f"train/lr/{name}": rate for name, rate in self._lrs.items()}

@@ -94,6 +94,13 @@ def test_names_are_those_of_the_metrics_file():
     }  # fmt: skip
 
 
+def test_a_metric_of_the_task_does_not_replace_the_loss_or_the_gradient_norm():
+    meter = MetricSums()
+    meter.add(loss_sum=64.0, count=64, grad_norm=2.0, metrics={"loss": (0, 64), "grad_norm": (640, 64)}, **STEP)
+    record = meter.record()
+    assert (record["train/loss"], record["train/grad_norm"]) == (1.0, 2.0)
+
+
 def test_an_empty_window_has_totals_only():
     assert MetricSums().record() == {"precision/skipped_steps": 0, "data/bad_samples": 0}
 
