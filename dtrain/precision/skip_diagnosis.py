@@ -1,4 +1,4 @@
-"""Finds the first module, loss, gradient or buffer that is not finite while steps are being skipped.
+"""Finds the first module, loss, gradient or buffer that is not finite while steps are being skipped, and explains the skips.
 
 * A *streak* is a series of consecutive skipped steps. Its first skip arms the diagnosis: hooks are registered on every
   module and parameter of the bare model, which then runs uncompiled. The first applied step removes them; without a streak
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dtrain.precision.modules import first_names, hookable, plain_name, tensors
+from dtrain.precision.vote import StepStats
 
 # A loss scale that is settling skips one or two steps in a row; a third one is worth a log line.
 _LOGGED_STREAK = 3
@@ -35,6 +36,10 @@ _NAMED_SAMPLES = 8
 _NAMED_RANKS = 8
 #: The dtypes that torch.isfinite supports; the 8-bit ones are missing.
 CHECKED = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+_DOCTOR = (
+    "`dtrain doctor numerics` with the arguments of this run, or with its run.dir=DIR, names the operation and "
+    "its line."
+)
 logger = logging.getLogger("dtrain")
 
 
@@ -112,6 +117,43 @@ class SkipDiagnosis:
             "On every rank each output, loss, gradient and buffer is finite by itself; the sum of the gradients over "
             "micro-batches and ranks, or its norm, is not."
         ]
+
+    def explain_skips(self, step: int, skipped: int, streak: int, ranks: int) -> str:
+        """Collective. How many steps were skipped, why, and the remedy, equal on all ranks.
+
+        Args:
+            step: Attempted steps.
+            skipped: How many of them were skipped.
+            streak: How many of these were the last ones.
+            ranks: Number of ranks.
+        """
+        counted = f"all {step}" if skipped == step else f"{skipped} of {step}"
+        reasons = ["a loss, gradient or buffer was not finite, no row was valid, or a spike was skipped"]
+        if streak:
+            reasons += [f"in the last {streak} steps:", *self.findings(ranks)]
+        return f"{counted} steps of this run were skipped: " + "\n".join([*reasons, _DOCTOR])
+
+    def explain_streak(self, step: int, streak: int, stats: StepStats, *, is_fp16: bool, ranks: int) -> str:
+        """Collective. Why a streak ends the run, and the remedy, equal on all ranks.
+
+        Args:
+            step: Attempted steps.
+            streak: Length of the streak.
+            stats: Of the last step.
+            is_fp16: Whether the run computes in fp16.
+            ranks: Number of ranks.
+        """
+        counted = f"{streak} steps in a row were skipped, the last one is step {step}: "
+        if not stats.overflowed_ranks:
+            return (
+                f"{counted}none had a valid row. All samples are masked, bad, or left out by data.exclude: check data.train "
+                "and data.fields."
+            )
+        origin, instead = "\n".join(self.findings(ranks)), ", or try precision=bf16" if is_fp16 else ""
+        return (
+            f"{counted}a loss, gradient or buffer was not finite, at a loss scale of {stats.loss_scale:g}.\n"
+            f"{origin}\nCheck these samples, lower optimizer.lr, set train.clip_norm{instead}. {_DOCTOR}"
+        )
 
     @contextmanager
     def _watched(self, micro_batch: _MicroBatch) -> Iterator[None]:

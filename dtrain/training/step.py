@@ -79,11 +79,6 @@ from dtrain.training.setup.freeze import Frozen
 from dtrain.training.task import Output, Task, copy_of_task, no_gradient, run_task
 from dtrain.training.unfinished import StepOutOfMemory, UnfinishedShardedWindow, UnfinishedWindow
 
-_DOCTOR = (
-    "`dtrain doctor numerics` with the arguments of this run, or with its run.dir=DIR, names the operation and "
-    "its line."
-)
-
 #: The label of a whole step in a profile.
 STEP = "step"
 #: The labels of its parts, in their order in a step.
@@ -375,7 +370,12 @@ class TrainStep:
         if self._has_names:
             outcome.lrs = {group["name"]: float(group["lr"]) for group in self.optimizer.param_groups}
         if self.consecutive_skips >= self._max_skips:
-            raise TooManySkips(self._skip_report(stats))
+            is_fp16 = self.precision.compute_dtype == torch.float16
+            raise TooManySkips(
+                self._diagnosis.explain_streak(
+                    self.step, self.consecutive_skips, stats, is_fp16=is_fp16, ranks=self.world.size
+                )
+            )
         return outcome
 
     def apply(self, *, stop: bool = False, save: bool = False, worker_restarts: int = 0) -> None:
@@ -513,11 +513,7 @@ class TrainStep:
         skipped = self.step - self.applied_steps
         if not skipped:
             return ""
-        counted = f"all {self.step}" if skipped == self.step else f"{skipped} of {self.step}"
-        reasons = ["a loss, gradient or buffer was not finite, no row was valid, or a spike was skipped"]
-        if self.consecutive_skips:
-            reasons += [f"in the last {self.consecutive_skips} steps:", self._origin_of_skips()]
-        return f"{counted} steps of this run were skipped: " + "\n".join([*reasons, _DOCTOR])
+        return self._diagnosis.explain_skips(self.step, skipped, self.consecutive_skips, self.world.size)
 
     # -- state
 
@@ -534,24 +530,6 @@ class TrainStep:
         self._diagnosis.follow(self.consecutive_skips)
         if self._vote.spikes is not None:
             self._vote.spikes.load_state_dict(state.get("norms", []))
-
-    def _skip_report(self, stats: StepStats) -> str:
-        """Collective. The message of ``TooManySkips``, equal on all ranks."""
-        streak = f"{self.consecutive_skips} steps in a row were skipped, the last one is step {self.step}: "
-        if not stats.overflowed_ranks:
-            return (
-                f"{streak}none had a valid row. All samples are masked, bad, or left out by data.exclude: check data.train and "
-                "data.fields."
-            )
-        instead = ", or try precision=bf16" if self.precision.compute_dtype == torch.float16 else ""
-        return (
-            f"{streak}a loss, gradient or buffer was not finite, at a loss scale of {stats.loss_scale:g}.\n"
-            f"{self._origin_of_skips()}\nCheck these samples, lower optimizer.lr, set train.clip_norm{instead}. {_DOCTOR}"
-        )
-
-    def _origin_of_skips(self) -> str:
-        """Collective. The first values that were not finite in the current series of skips."""
-        return "\n".join(self._diagnosis.findings(self.world.size))
 
     def gradients(self) -> dict[int, list[Tensor]]:
         """This rank's gradients, or its parts of them, grouped by the number of ranks that hold the same values.
