@@ -111,8 +111,10 @@ class HangWatch:
         if error is not None:
             self._fails(error)
         self._left.set()
-        # The thread refers to the model through the loop.
         self._threads[0].join(_JOIN_TIMEOUT)
+        # They refer to the model. The listener may wait for the store longer than this process needs to its end, and would
+        # keep the model, and with it the process group, whose threads must end before the interpreter does.
+        self._where, self._failed = _place_at_start, lambda text: None
         if self._world.size > 1:
             faulthandler.cancel_dump_traceback_later()
 

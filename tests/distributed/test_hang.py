@@ -6,6 +6,7 @@ import json
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -306,6 +307,26 @@ def declarations(
             return declared
 
     return run_ranks(1, rank, init=False)[0]
+
+
+def test_a_listener_that_waits_for_the_store_keeps_no_model(tmp_path: Path) -> None:
+    """The model keeps the process group, whose threads abort the process if they are left at its end."""
+
+    def rank(number: int) -> bool:
+        with process_group(20) as world:
+            model = torch.nn.Linear(1, 1)
+            left, asked, answered = weakref.ref(model), threading.Event(), threading.Event()
+            watch = HangWatch(world, LIMITS, lambda text, model=model: None)  # type: ignore[misc]
+            watch._store.read = lambda *keys: (asked.set(), answered.wait(), [None, None])[2]  # type: ignore[func-returns-value,method-assign]
+            with watch, watch.following(lambda model=model: Place(1, [], object()), tmp_path):  # type: ignore[misc]
+                asked.wait()
+            del model
+            gc.collect()
+            is_left = watch._threads[1].is_alive() and left() is not None
+            answered.set()
+            return is_left
+
+    assert run_ranks(2, rank, init=False) == [False, False]
 
 
 @contextmanager
