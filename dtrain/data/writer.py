@@ -17,6 +17,7 @@ import shutil
 import tarfile
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,32 @@ from dtrain.files import fsync_path, replace_file
 Sample = Mapping[str, Any]
 # ``skip_meta`` of webdataset/tariterators.py.
 _SKIPPED = re.compile(r"__[^/]*__($|/)")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Samples of one member each, all of the same size: ``write_shard`` writes them as one block, several times as fast.
+
+    Attributes:
+        first: Number of the first row; the key of a sample is its row's number in nine digits or more.
+        extension: Extension of the members.
+        values: The members, little-endian, shape ``[rows, values]``.
+    """
+
+    first: int
+    extension: str
+    values: np.ndarray
+
+    def members(self) -> np.ndarray:
+        """The headers and the padded payloads, uint8, shape ``[rows, bytes]``."""
+        payloads = np.ascontiguousarray(self.values).view(np.uint8)
+        count, size = payloads.shape
+        block = np.zeros((count, tarfile.BLOCKSIZE + size + -size % tarfile.BLOCKSIZE), np.uint8)
+        numbers = range(self.first, self.first + count)
+        headers = b"".join(_header(f"{number:09d}.{self.extension}", size) for number in numbers)
+        block[:, : tarfile.BLOCKSIZE] = np.frombuffer(headers, np.uint8).reshape(count, tarfile.BLOCKSIZE)
+        block[:, tarfile.BLOCKSIZE : tarfile.BLOCKSIZE + size] = payloads
+        return block
 
 
 def write_shards(
@@ -113,12 +140,12 @@ def balanced_sizes(total: int, *, shards: int | None = None, per_shard: int | No
     return [total * (number + 1) // number_of - total * number // number_of for number in range(number_of)]
 
 
-def write_shard(path: Path, samples: Iterable[Sample]) -> int:
+def write_shard(path: Path, samples: Iterable[Sample | Rows]) -> int:
     """Writes one shard; after a failure ``path`` is as it was before.
 
     Args:
         path: Path of the shard; its folder must exist. An existing file is replaced.
-        samples: As for ``write_shards``.
+        samples: As for ``write_shards``, or rows with numbers that no other sample has as its key.
 
     Returns:
         Number of samples written.
@@ -130,12 +157,17 @@ def write_shard(path: Path, samples: Iterable[Sample]) -> int:
     import webdataset  # readers of shards do not need it
 
     keys: set[str] = set()
+    rows = 0
     with replace_file(path) as file, webdataset.TarWriter(file) as tar:
         for sample in samples:
-            check_key(sample.get("__key__"), keys)
-            file.writelines(_members(sample))
+            if isinstance(sample, Rows):
+                file.write(sample.members().data)
+                rows += len(sample.values)
+            else:
+                check_key(sample.get("__key__"), keys)
+                file.writelines(_members(sample))
         tar.tarstream.offset = file.tell()  # tar writes the end of the file
-    return len(keys)
+    return len(keys) + rows
 
 
 def encode(sample: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ VAL_BY = ("document", "tail", "character")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _JSON_LINES = (".jsonl", ".ndjson")
 _JSON_TYPES = {dict: "an object", list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+_JSON, _JSON_SPACE = json.JSONDecoder(), " \t\r\n"
 _PIECE_BYTES = 8 << 20
 _CONTEXT_BYTES = 64 << 10
 
@@ -211,7 +212,10 @@ def _text_of(line: bytes, key: str) -> str | None:
     if not line or line.isspace():
         return None
     try:
-        value = json.loads(line.decode().removeprefix("\ufeff"))  # of bytes, json would guess the encoding
+        content = line.decode().removeprefix("\ufeff").strip(_JSON_SPACE)
+        value, end = _JSON.raw_decode(content)  # json.loads takes twice as long
+        if end != len(content):
+            raise json.JSONDecodeError("Extra data", content, end)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"is not JSON ({error})") from error
     if not isinstance(value, dict):

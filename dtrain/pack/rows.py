@@ -29,6 +29,7 @@ from dtrain.pack.command import permutation
 # A window holds enough documents to fill nearly every row, and its tokens fit into the memory of every process.
 _WINDOW_TOKENS = 1 << 25
 _READ_TOKENS = 1 << 23
+_BLOCK_ROWS = 256
 
 
 class SplitRows(Protocol):
@@ -38,8 +39,8 @@ class SplitRows(Protocol):
     def count(self) -> int:
         """Number of rows."""
 
-    def read(self, start: int, stop: int) -> Iterator[bytes]:
-        """Rows ``start`` to ``stop``, little-endian."""
+    def read(self, start: int, stop: int) -> Iterator[np.ndarray]:
+        """Rows ``start`` to ``stop`` in blocks, little-endian, shape ``[rows, length + 1]`` each."""
 
     def waste(self, end_of_text: int | None) -> str:
         """What the rows lose, for the user."""
@@ -103,11 +104,12 @@ class CutRows:
         """Number of complete rows."""
         return max(self.stream.tokens - 1, 0) // self.length
 
-    def read(self, start: int, stop: int) -> Iterator[bytes]:
+    def read(self, start: int, stop: int) -> Iterator[np.ndarray]:
         """See ``SplitRows.read``."""
         tokens = self.stream.read(start * self.length, stop * self.length + 1)
-        for first in range(0, (stop - start) * self.length, self.length):
-            yield tokens[first : first + self.length + 1].tobytes()
+        rows = np.lib.stride_tricks.sliding_window_view(tokens, self.length + 1)[:: self.length]
+        for first in range(0, len(rows), _BLOCK_ROWS):
+            yield rows[first : first + _BLOCK_ROWS]
 
     def waste(self, end_of_text: int | None) -> str:
         """See ``SplitRows.waste``."""
@@ -169,7 +171,7 @@ class BestFitRows:
         """Number of rows."""
         return int(self.begins[-1])
 
-    def read(self, start: int, stop: int) -> Iterator[bytes]:
+    def read(self, start: int, stop: int) -> Iterator[np.ndarray]:
         """See ``SplitRows.read``."""
         itemsize = np.dtype(self.stream.dtype).itemsize
         padding = np.full(self.length, self.padding, np.dtype(self.stream.dtype).newbyteorder("<")).tobytes()
@@ -184,12 +186,17 @@ class BestFitRows:
                 tokens = np.concatenate([np.array([self.end_of_text], tokens.dtype), tokens])
             content = tokens.view(np.uint8).data
             spans = [*zip(((starts - base + 1) * itemsize).tolist(), (sizes * itemsize).tolist(), strict=True)]
-            for row in range(max(start - begin, 0), min(stop, end) - begin):
+            block: list[bytes | memoryview] = []
+            last_row = min(stop, end) - begin - 1
+            for row in range(max(start - begin, 0), last_row + 1):
                 pieces = spans[first[row] : first[row + 1]]
                 at = pieces[0][0]
-                used = sum(size for _, size in pieces)
-                before = content[at - itemsize : at]
-                yield b"".join([before, *(content[at : at + size] for at, size in pieces), padding[used:]])
+                block.append(content[at - itemsize : at])
+                block += [content[at : at + size] for at, size in pieces]
+                block.append(padding[sum(size for _, size in pieces) :])
+                if row % _BLOCK_ROWS == 0 or row == last_row:
+                    yield np.frombuffer(b"".join(block), tokens.dtype).reshape(-1, self.length + 1)
+                    block.clear()
 
     def waste(self, end_of_text: int | None) -> str:
         """See ``SplitRows.waste``."""

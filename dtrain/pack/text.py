@@ -21,7 +21,7 @@ from rich.console import Console
 
 from dtrain.console import OnProgress, progress
 from dtrain.data.fields.tokenizers import VOCABULARY, Tokenizer
-from dtrain.data.writer import Sample
+from dtrain.data.writer import Rows
 from dtrain.errors import printable
 from dtrain.pack.command import (
     PackCommand,
@@ -325,7 +325,8 @@ def _row_reader(rows: SplitRows, start: int, stop: int) -> SampleProducer:
     return partial(_read_rows, rows, start, stop)
 
 
-def _read_rows(rows: SplitRows, start: int, stop: int, on_bad_file: OnBadFile) -> Iterator[Sample]:
-    """The samples of one shard, rows ``start`` to ``stop``; the key of a sample is the number of its row."""
-    for number, row in enumerate(rows.read(start, stop), start):
-        yield {"__key__": f"{number:09d}", EXTENSION: row}
+def _read_rows(rows: SplitRows, start: int, stop: int, on_bad_file: OnBadFile) -> Iterator[Rows]:
+    """The samples of one shard, rows ``start`` to ``stop``."""
+    for block in rows.read(start, stop):
+        yield Rows(start, EXTENSION, block)
+        start += len(block)

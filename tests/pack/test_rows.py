@@ -41,7 +41,13 @@ def fitted(folder: Path, stream: TokenStream, length: int, padding: int = 999) -
 
 
 def as_lists(rows: BestFitRows | CutRows) -> list[list[int]]:
-    return [np.frombuffer(row, "<u2").tolist() for row in rows.read(0, rows.count)]
+    return rows_between(rows, 0, rows.count)
+
+
+def rows_between(rows: BestFitRows | CutRows, start: int, stop: int) -> list[list[int]]:
+    blocks = list(rows.read(start, stop))
+    assert all(block.dtype == "<u2" and block.shape[1] == rows.length + 1 for block in blocks)
+    return [row for block in blocks for row in block.tolist()]
 
 
 @examples(100)
@@ -102,9 +108,12 @@ def test_any_range_of_rows_reads_the_same_rows(tmp_path, monkeypatch):
     parts = [[[n] * (1 + n % 7) for n in range(part, part + 20)] for part in range(0, 60, 20)]
     stream = stored(tmp_path, *parts)
     for rows in (fitted(tmp_path, stream, 9), CutRows(stream, 9)):
-        everything = list(rows.read(0, rows.count))
-        for start, stop in ((0, 1), (3, 9), (rows.count - 2, rows.count)):
-            assert list(rows.read(start, stop)) == everything[start:stop]
+        everything = as_lists(rows)
+        assert len(everything) == rows.count
+        with monkeypatch.context() as patch:
+            patch.setattr(rows_module, "_BLOCK_ROWS", 4)
+            for start, stop in ((0, 1), (3, 9), (rows.count - 2, rows.count), (0, rows.count)):
+                assert rows_between(rows, start, stop) == everything[start:stop]
 
 
 def test_the_waste_is_counted(tmp_path):
