@@ -85,8 +85,7 @@ class FieldBuffer:
             if field.kind == "integer":
                 return self._write_integers(rows, raws)
             if field.kind == "raw" and field.role not in _CUT:
-                # All rows are noted as read at once: plain numbers cannot end a worker.
-                return self._write_numbers(list(rows), raws)
+                return self._write_numbers(rows, raws)
         return self._write_each(rows, raws)
 
     def _write_each(self, rows: Iterable[int], raws: Sequence[Any]) -> list[int]:
@@ -115,22 +114,21 @@ class FieldBuffer:
         return failed
 
     def _write_integers(self, rows: Iterable[int], payloads: Sequence[bytes | memoryview]) -> list[int]:
-        failed, objects = [], self._objects
-        for row, payload in zip(rows, payloads, strict=True):
-            if objects is not None:
-                try:
-                    objects[row] = value = int(bytes(payload))
-                    if value in INT64:
-                        continue
-                except ValueError:
-                    pass
-            if not self._write(row, payload):
-                failed.append(row)
-            objects = self._objects
-        return failed
+        rows = list(rows)  # all are noted as read at once: plain numbers cannot end a worker
+        try:
+            values = list(map(int, payloads))
+        except ValueError:
+            values = []
+        if not values or self._tensor is not None or min(values) not in INT64 or max(values) not in INT64:
+            return self._write_each(rows, payloads)
+        self._put_object(rows[0], values[0])
+        assert self._objects is not None
+        for row, value in zip(rows, values, strict=True):
+            self._objects[row] = value
+        return []
 
-    def _write_numbers(self, rows: list[int], payloads: Sequence[bytes | memoryview]) -> list[int]:
-        failed, first = [], 0
+    def _write_numbers(self, rows: Iterable[int], payloads: Sequence[bytes | memoryview]) -> list[int]:
+        rows, failed, first = list(rows), [], 0  # noted at once, too
         while self._tensor is None and first < len(rows):  # the first good row decides the shape
             if not self._write(rows[first], payloads[first]):
                 failed.append(rows[first])
@@ -280,10 +278,10 @@ def _describe(dtype: torch.dtype, shape: torch.Size) -> str:
 
 def empty_column(shape: tuple[int, ...], dtype: torch.dtype, begin: int = 0) -> Tensor:
     """A tensor whose data starts ``begin`` bytes after an aligned address; a large one is in shared memory in a worker."""
-    nbytes = math.prod(shape) * dtype.itemsize + begin
+    first = begin // dtype.itemsize
+    numbers = first + math.prod(shape)
     if get_worker_info() is None:
-        storage = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
+        memory = torch.empty(numbers, dtype=dtype)
     else:
-        storage = worker_storage(nbytes)
-    strides = torch.empty(shape, device="meta").stride()
-    return torch.empty(0, dtype=dtype).set_(storage, begin // dtype.itemsize, shape, strides)
+        memory = torch.empty(0, dtype=dtype).set_(worker_storage(numbers * dtype.itemsize))
+    return memory[first:].view(shape)

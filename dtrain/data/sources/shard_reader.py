@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import time
@@ -301,9 +302,10 @@ def joint_reads(offsets: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.
         offsets: First byte of each member, int64, shape ``[samples, members]``.
         sizes: Bytes of each member, of the same shape.
     """
-    starts = offsets.min(axis=1)
-    lengths = (offsets + sizes).max(axis=1) - starts
-    return starts, np.where(lengths > sizes.sum(axis=1) + _MAX_GAP, -1, lengths)
+    # Column by column: numpy takes several times as long along a short axis.
+    starts = functools.reduce(np.minimum, offsets.T)
+    lengths = functools.reduce(np.maximum, (offsets + sizes).T) - starts
+    return starts, np.where(lengths > functools.reduce(np.add, sizes.T) + _MAX_GAP, -1, lengths)
 
 
 def _default_max_open() -> int:
