@@ -77,4 +77,5 @@ for step in range(options.steps):
     schedule.step()
     losses.append(loss.item())
 (options.out / "losses.json").write_text(json.dumps({"losses": losses, "seconds": time.perf_counter() - began}))
-print(f"validation loss {sum(model.loss(row[None]).item() for row in val) / len(val):.4f}")
+if options.steps >= HORIZON:
+    print(f"validation loss {sum(model.loss(row[None]).item() for row in val) / len(val):.4f}")

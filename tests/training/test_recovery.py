@@ -50,6 +50,7 @@ def test_all_members_take_the_state_of_the_one_that_is_furthest(tmp_path: Path) 
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize(
     ("victims", "overrides"),
     [((0,), ()), ((2, 1), ()), ((0,), ("checkpoint.only_trained=true", "train.freeze=[0.*]", "train.ema_decay=0.9"))],
