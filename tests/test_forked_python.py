@@ -17,7 +17,7 @@ from tests.forked_python import forked_python
 pytestmark = pytest.mark.slow
 
 PROGRAM = """
-import os, signal, sys, time
+import atexit, os, signal, sys, threading, time
 if __name__ == "__main__":
     import helper
     print(sys.argv, os.getcwd(), os.environ["WORD"], sys.stdin.read(), helper.__file__)
@@ -30,6 +30,14 @@ if __name__ == "__main__":
         os.kill(os.getpid(), signal.SIGKILL)
     if sys.argv[1] == "raise":
         raise ValueError("the reason")
+    if sys.argv[1] == "text":
+        sys.exit("the reason: a text")
+    if sys.argv[1] == "interrupt":
+        raise KeyboardInterrupt
+    if sys.argv[1] == "later":
+        atexit.register(print, "at exit")
+        threading.Thread(target=lambda: (time.sleep(0.1), print("in a thread"))).start()
+        sys.exit()
     sys.exit(int(sys.argv[1]))
 """
 
@@ -57,7 +65,10 @@ def start(python: str, folder: Path, *arguments: str) -> Any:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["-m", "program", "0"], ["-u", "-m", "program", "3"], ["{}/program.py", "4", "--x"], ["-m", "program", "kill"]],
+    [
+        *(["-m", "program", "0"], ["-u", "-m", "program", "3"], ["{}/program.py", "4", "--x"]),
+        *(["-m", "program", how] for how in ("256", "-1", "text", "later", "kill")),
+    ],
 )
 def test_a_program_sees_and_gives_what_it_would_see_and_give(folder: Path, arguments: list[str]) -> None:
     seen = []
@@ -67,12 +78,14 @@ def test_a_program_sees_and_gives_what_it_would_see_and_give(folder: Path, argum
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("arguments", [["-m", "program", "raise"], ["-m", "no_such_module"]])
+@pytest.mark.parametrize(
+    "arguments", [["-m", "program", "raise"], ["-m", "program", "interrupt"], ["-m", "no_such_module"]]
+)
 def test_the_reason_of_a_failure_is_the_last_line(folder: Path, arguments: list[str]) -> None:
     ends = []
     for python in (sys.executable, forked_python()):
         process = start(python, folder, *arguments)
-        ends.append((process.communicate(timeout=100)[1].splitlines()[-1].rpartition(":")[2], process.returncode != 0))
+        ends.append((process.communicate(timeout=100)[1].splitlines()[-1].rpartition(":")[2], process.returncode))
     assert ends[0] == ends[1]
 
 
