@@ -33,10 +33,17 @@ FORWARDED = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 @contextmanager
 def started(
-    run_dir: Path, *overrides: str, options: tuple[str, ...] = ("--standalone", "--nproc-per-node=2"), **more: str
+    run_dir: Path,
+    *overrides: str,
+    options: tuple[str, ...] = ("--standalone", "--nproc-per-node=2"),
+    python: str = sys.executable,
+    **more: str,
 ) -> Iterator[subprocess.Popen[str]]:
-    """torchrun with a run that goes on until it is stopped; killed at the end of the block."""
-    command = [sys.executable, "-m", "torch.distributed.run", *options, "-m", "dtrain.train", "experiment=digits"]
+    """torchrun with a run that goes on until it is stopped; killed at the end of the block.
+
+    ``python`` may be the forked one where torchrun ends itself: forks of a torchrun that is killed would live on.
+    """
+    command = [python, "-m", "torch.distributed.run", *options, "-m", "dtrain.train", "experiment=digits"]
     chosen = {override.partition("=")[0] for override in overrides}
     small = [override for override in (*SMALL, *FOREVER) if override.partition("=")[0] not in chosen]
     running = subprocess.Popen(
@@ -68,7 +75,8 @@ def same_end(run_dir: Path, whole: Path, step: int) -> bool:
 
 @pytest.mark.skipif("signals_to_handle" not in get_args_parser().format_help().replace("-", "_"), reason="older torch")
 def test_sigusr1_to_a_torchrun_that_passes_it_on_stops_all_ranks_and_the_next_start_continues(tmp_path: Path) -> None:
-    with started(tmp_path, options=("--standalone", "--nproc-per-node=2", FORWARDED)) as running:
+    options = ("--standalone", "--nproc-per-node=2", FORWARDED)
+    with started(tmp_path, "run.max_hours=0.1", options=options, python=forked_python()) as running:
         wait_for(running, tmp_path, "status.json")
         asked = time.monotonic()
         running.send_signal(signal.SIGUSR1)
@@ -133,7 +141,7 @@ def test_sigterm_in_a_long_evaluation_stops_it_and_the_next_start_ends_as_if_not
     )
     train_on(2, whole, *SMALL, *common)
     slow: dict[str, Any] = {"EVALUATION_WAITS": "1", "EVALUATION_HAS_BEGUN": str(begun)}
-    with started(run_dir, "train.log_every=1", *common, **slow) as running:
+    with started(run_dir, "train.log_every=1", *common, python=forked_python(), **slow) as running:
         wait_for(running, tmp_path, begun.name)
         asked = time.monotonic()
         running.send_signal(signal.SIGTERM)
@@ -149,7 +157,8 @@ def test_sigterm_in_a_long_evaluation_stops_it_and_the_next_start_ends_as_if_not
 
 
 def test_sigterm_to_a_run_that_hangs_says_where_before_torchrun_kills_it(tmp_path: Path) -> None:
-    with started(tmp_path, faulty("hang@rank=1,step=5"), TORCH_ELASTIC_SHUTDOWN_TIMEOUT="12") as running:
+    hang = faulty("hang@rank=1,step=5")
+    with started(tmp_path, hang, python=forked_python(), TORCH_ELASTIC_SHUTDOWN_TIMEOUT="12") as running:
         wait_for(running, tmp_path, "faults/hang-rank-1-step-5")
         asked = time.monotonic()
         running.send_signal(signal.SIGTERM)

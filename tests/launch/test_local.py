@@ -44,6 +44,7 @@ def when_training(run_dir: Path, act: Callable[[], None]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_a_launched_run_has_the_losses_of_a_run_under_torchrun(tmp_path: Path, digits: Path) -> None:
     assert launch_run(tmp_path / "a", "launch.processes_per_node=2", "train.max_steps=8") == 0
     assert status(tmp_path / "a")["state"] == "finished"
