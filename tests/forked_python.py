@@ -30,7 +30,8 @@ from typing import Any
 _IMPORTED = (
     *("torch", "torch._dynamo", "torch.distributed.fsdp", "numpy", "PIL.Image"),
     *(f"dtrain.{name}" for name in ("train", "evaluate", "export", "predict", "pack", "launch", "report", "doctor")),
-    *("dtrain.replay", "dtrain.models", "dtrain.tasks"),
+    *("dtrain.replay", "dtrain.models", "dtrain.tasks", "dtrain.data.digits"),
+    *("numpy.ma", "numpy.ctypeslib", "multiprocessing.queues"),
 )
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -103,13 +104,18 @@ def ask(address: str, executable: str) -> None:
         answer = server.makefile()
         pid = int(answer.readline())
         for number in _FORWARDED:
-            signal.signal(number, lambda number, frame: os.kill(pid, number))
+            signal.signal(number, lambda number, frame: _forward(pid, number))
         code = int(answer.readline() or 1)
     if code < 0:
         if -code in _FORWARDED:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def _forward(pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):  # it has just ended
+        os.kill(pid, number)
 
 
 def _serve(listener: socket.socket) -> dict[str, Any]:
@@ -188,6 +194,20 @@ def _become(request: dict[str, Any], base_path: list[str], client: str) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
+def _hurry_inspect() -> None:
+    """``inspect.getmodule`` searches all modules for each frame of a frozen one, such as runpy's, and torchrun asks it for all
+    of its frames hundreds of times."""
+    import inspect
+
+    find = inspect.getmodule
+
+    def getmodule(object: Any, _filename: str | None = None) -> Any:
+        frozen = inspect.isframe(object) and object.f_code.co_filename.startswith("<frozen")
+        return None if frozen else find(object, _filename)
+
+    inspect.getmodule = getmodule
+
+
 _exit_code = 0  # of the program; negative: the signal that ends it
 
 
@@ -216,6 +236,9 @@ def _main() -> None:
 
     import gc
     import importlib
+    import weakref
+
+    from PIL import Image
 
     from dtrain.config.compose import compose
     from tests.quick_hydra import quick_hydra
@@ -223,11 +246,15 @@ def _main() -> None:
     number, client = sys.argv[1:]
     for name in _IMPORTED:
         importlib.import_module(name)
+    _hurry_inspect()
+    Image.init()  # imports forty formats of images
     base_path = sys.path[1:]
     with quick_hydra():
         compose(lambda composed: None, ["experiment=digits"])
         gc.collect()
         gc.freeze()
+        for finalizer in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
+            finalizer.atexit = False  # torch would dissolve 170 libraries of operators at the end of each program
         try:
             _become(_serve(socket.socket(fileno=int(number))), base_path, client)
         except BaseException:
