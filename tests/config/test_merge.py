@@ -141,6 +141,13 @@ def test_a_preset_replaces_a_node_of_another_class(
     assert plain(preset(text, *arguments), key) == expected
 
 
+def test_a_class_replaces_what_all_presets_below_have_set(preset, tmp_path: Path) -> None:
+    below = "# @package _global_\ndefaults: [digits]\nmodel: {width: 8}\n"
+    (tmp_path / "experiment").mkdir(exist_ok=True)
+    (tmp_path / "experiment" / "below.yaml").write_text(below)
+    assert plain(preset("defaults: [below]\nmodel: {_target_: my.Net}\n"), "model") == {"_target_": "my.Net"}
+
+
 @pytest.mark.parametrize(
     ("text", "arguments", "best"),
     [

@@ -101,11 +101,16 @@ class Branched(Net):
         return super().forward(x) + (self.branch(x) if self.uses_branch else 0)
 
 
-@pytest.mark.parametrize("reduce_dtype", ["fp32", "bf16"])
-def test_weight_decay_moves_no_parameter_that_a_step_leaves_unused(reduce_dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("reduce_dtype", "ignored"), [("fp32", False), ("bf16", False), ("fp32", True)], ids=["fp32", "bf16", "ignored"]
+)
+def test_weight_decay_moves_no_parameter_that_a_step_leaves_unused(reduce_dtype: str, ignored: bool) -> None:
     def rank(number: int) -> tuple[Tensor, Tensor]:
         model = Branched()
-        parallel = ParallelConfig(reduce_dtype=reduce_dtype, find_unused_parameters=True)
+        parallel = ParallelConfig(reduce_dtype=reduce_dtype, find_unused_parameters=not ignored)
+        if ignored:
+            names = ["branch.weight", "branch.bias"]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
         wrapped = wrap(model, parallel, world(number, 2), False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
         step = train_step(wrapped, optimizer, world=world(number, 2))

@@ -40,7 +40,7 @@ GLOBAL_BATCH = 12
 
 
 class Model(nn.Module):
-    """Rows that no number of ranks divides, tied weights, a frozen parameter, and buffers with and without elements."""
+    """Rows that no number of ranks divides, tied weights, and frozen parameters and buffers with and without elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,12 +50,13 @@ class Model(nn.Module):
         self.again.weight = self.tied.weight
         self.head = nn.Linear(5, 1)
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
+        self.nothing_frozen = nn.Parameter(torch.empty(0), requires_grad=False)
         self.register_buffer("shift", torch.full((2,), 0.25))
         self.register_buffer("nothing", torch.empty(0))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.again(self.tied(self.trunk(x * self.frozen)).tanh())
-        return self.head(hidden) + self.shift.sum()
+        return self.head(hidden) + self.shift.sum() + self.nothing_frozen.sum()
 
 
 class Data:
