@@ -23,6 +23,7 @@ _SHORTER: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("dtrain.launch", "launch=slurm", ("launch.dry_run=true",)),
     ("dtrain.doctor", "numerics experiment=", ("steps=1",)),
     ("dtrain.doctor", "dtrain.doctor experiment=", ("--seconds=0.2",)),
+    ("dtrain.doctor", "dtrain.doctor --nproc 2 ", ("--seconds=0.2",)),
     ("dtrain.doctor", "dtrain.doctor run.dir=", ("--seconds=0.2",)),
     ("dtrain.export", "run.dir=", ("export.measure=false", "samples=32")),
     ("dtrain.pack", "imagefolder", ("--shards=10",)),
