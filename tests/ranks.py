@@ -85,27 +85,33 @@ def run_ranks(
     # A rank that collected this process's garbage, such as a group of gloo, would wait for threads that it does not have.
     gc.freeze()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
-        store = None
-        if agent and not init:
-            store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        port = store.port if store else _free_port()
+        # Its server is started after the forks: the last one would copy a lock that the server's thread holds while the first
+        # ranks connect, and wait for it for ever.
+        listener = socket.create_server(("127.0.0.1", 0)) if agent and not init else None
+        port = listener.getsockname()[1] if listener else _free_port()
+        store: dist.TCPStore | None = None
         ranks = []
         try:
             for number in range(world_size):
                 receiver, sender = context.Pipe(duplex=False)
-                setup = _Setup(number, world_size, port, Path(folder), timeout, group_timeout, init, store is not None)
+                setup = _Setup(number, world_size, port, Path(folder), timeout, group_timeout, init, listener)
                 process = context.Process(target=_child, args=(setup, sender, fn, args), name=f"rank {number}")
                 process.start()
                 # Closed before the next fork: a copy left open there would hide this rank's death from its reader.
                 sender.close()
                 ranks.append(_Rank(number, process, receiver, Path(folder) / f"stack-{number}"))
+            if listener is not None:
+                options = {"is_master": True, "wait_for_workers": False, "master_listen_fd": listener.detach()}
+                store = dist.TCPStore("127.0.0.1", port, **options)
             return _collect(ranks, timeout)
         finally:
             gc.unfreeze()
+            if listener is not None:
+                listener.close()
             for rank in ranks:
                 rank.end()
             # Now: a process that is forked later would abort where it collects a server whose thread it does not have.
-            store = None
+            del store
 
 
 @dataclass(frozen=True)
@@ -119,7 +125,7 @@ class _Setup:
     timeout: float
     group_timeout: float
     init: bool
-    agent: bool
+    listener: socket.socket | None  # of the store that the parent has
 
 
 class _Rank:
@@ -227,7 +233,8 @@ def _enter(setup: _Setup) -> None:
         MASTER_PORT=str(setup.port),
         OMP_NUM_THREADS="1",
     )
-    if setup.agent:
+    if setup.listener is not None:
+        setup.listener.close()
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     loopback = {name for _, name in socket.if_nameindex()} & {"lo", "lo0"}
     if loopback:

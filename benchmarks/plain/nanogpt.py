@@ -68,8 +68,7 @@ schedule = torch.optim.lr_scheduler.LambdaLR(
 losses, began = [], time.perf_counter()
 for step in range(options.steps):
     stored = CONTEXT * (BATCH * step + torch.arange(BATCH))
-    rows = train[stored if options.order == "stored" else torch.randint(len(train), (BATCH,))]
-    loss = model.loss(rows)
+    loss = model.loss(train[stored if options.order == "stored" else torch.randint(len(train), (BATCH,))])
     optimizer.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)

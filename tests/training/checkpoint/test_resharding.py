@@ -40,7 +40,7 @@ GLOBAL_BATCH = 12
 
 
 class Model(nn.Module):
-    """Rows that no number of ranks divides, tied weights, and frozen parameters and buffers with and without elements."""
+    """Rows that no number of ranks divides, tied weights, a frozen parameter, and buffers with and without elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,13 +50,12 @@ class Model(nn.Module):
         self.again.weight = self.tied.weight
         self.head = nn.Linear(5, 1)
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
-        self.nothing_frozen = nn.Parameter(torch.empty(0), requires_grad=False)
         self.register_buffer("shift", torch.full((2,), 0.25))
         self.register_buffer("nothing", torch.empty(0))
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.again(self.tied(self.trunk(x * self.frozen)).tanh())
-        return self.head(hidden) + self.shift.sum() + self.nothing_frozen.sum()
+        return self.head(hidden) + self.shift.sum()
 
 
 class Data:
@@ -224,6 +223,30 @@ def test_checkpoints_of_four_ranks_are_restored_on_one_three_and_four_in_every_s
     saved = saved_by(4, tmp_path, ALL)
     for ranks, strategies in ((1, ("ddp", "fsdp")), (3, ("fsdp",)), (4, ALL)):
         load_in(ranks, tmp_path, strategies, saved, 4)
+
+
+class WithNothing(Model):
+    """Has a frozen parameter without elements, such as the prompt of an adapter that is switched off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompt = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.prompt.sum()
+
+
+def test_a_sharded_run_with_a_parameter_without_elements_is_restored(tmp_path: Path) -> None:
+    def rank(number: int) -> None:
+        with process_group(timeout=60) as world:
+            run = build(world, "fsdp", tmp_path, model=WithNothing())
+            train(run, 2)
+            save(run)
+            again = build(world, "fsdp", tmp_path, model=WithNothing())
+            again.restore(again.checkpoints.load(2))
+            assert_same(everything(again), everything(run))
+
+    run_ranks(2, rank, init=False)
 
 
 @pytest.mark.slow
