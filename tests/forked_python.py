@@ -9,8 +9,9 @@ signals, exit code. Other arguments than those of ``python -m MODULE ...`` and `
 * The server belongs to the process that called ``forked_python``, and ends with it. It has composed a config, so that its
   programs need not read and parse the presets anew (``tests/quick_hydra.py``), and has run nothing else.
 * A client that is killed takes its program along.
-* A program ends after its threads and its functions of ``atexit``. The interpreter is not torn down, which would copy the
-  memory that the program shares with the server: ten times the work of its start.
+* A program ends after its threads and its functions of ``atexit``. The interpreter is not finalized, which would copy the
+  memory that the program shares with the server: ten times the work of its start. So files that the program has not closed are
+  not flushed, and a crash of the finalization is not seen; test_process_group looks for one with real interpreters.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ def _become(request: dict[str, Any], base_path: list[str], client: str) -> None:
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _hurry_inspect() -> None:
+def _skip_frozen_frames_in_getmodule() -> None:
     """``inspect.getmodule`` searches all modules for each frame of a frozen one, such as runpy's, and torchrun asks it for all
     of its frames hundreds of times."""
     import inspect
@@ -221,7 +222,7 @@ def _note_exit_code() -> None:
 
 
 def _exit() -> None:
-    """Ends this process without a tear-down of the interpreter."""
+    """Ends this process without finalizing the interpreter."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # closed, also by its reader
             stream.flush()
@@ -246,7 +247,7 @@ def _main() -> None:
     number, client = sys.argv[1:]
     for name in _IMPORTED:
         importlib.import_module(name)
-    _hurry_inspect()
+    _skip_frozen_frames_in_getmodule()
     Image.init()  # imports forty formats of images
     base_path = sys.path[1:]
     with quick_hydra():
@@ -254,7 +255,7 @@ def _main() -> None:
         gc.collect()
         gc.freeze()
         for finalizer in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
-            finalizer.atexit = False  # torch would dissolve 170 libraries of operators at the end of each program
+            finalizer.atexit = False  # torch would unregister 170 libraries of operators at the end of each program
         try:
             _become(_serve(socket.socket(fileno=int(number))), base_path, client)
         except BaseException:

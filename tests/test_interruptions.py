@@ -39,7 +39,7 @@ def started(
     python: str = sys.executable,
     **more: str,
 ) -> Iterator[subprocess.Popen[str]]:
-    """torchrun with a run that goes on until it is stopped; killed at the end of the block.
+    """torchrun with a run that continues until it is stopped; killed at the end of the block.
 
     ``python`` may be the forked one where torchrun ends itself: forks of a torchrun that is killed would live on.
     """

@@ -35,12 +35,14 @@ _SKIPPED = re.compile(r"__[^/]*__($|/)")
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Samples of one member each, all of the same size: ``write_shard`` writes them as one block, several times as fast.
+class RowBlock:
+    """Samples of one member each, all of the same size: ``write_shard`` writes them faster than single samples.
+
+    Nothing of it is checked.
 
     Attributes:
         first: Number of the first row; the key of a sample is its row's number in nine digits or more.
-        extension: Extension of the members.
+        extension: Extension of the members, ASCII.
         values: The members, little-endian, shape ``[rows, values]``.
     """
 
@@ -48,7 +50,7 @@ class Rows:
     extension: str
     values: np.ndarray
 
-    def members(self) -> np.ndarray:
+    def tar_bytes(self) -> np.ndarray:
         """The headers and the padded payloads, uint8, shape ``[rows, bytes]``."""
         payloads = np.ascontiguousarray(self.values).view(np.uint8)
         count, size = payloads.shape
@@ -140,12 +142,12 @@ def balanced_sizes(total: int, *, shards: int | None = None, per_shard: int | No
     return [total * (number + 1) // number_of - total * number // number_of for number in range(number_of)]
 
 
-def write_shard(path: Path, samples: Iterable[Sample | Rows]) -> int:
+def write_shard(path: Path, samples: Iterable[Sample | RowBlock]) -> int:
     """Writes one shard; after a failure ``path`` is as it was before.
 
     Args:
         path: Path of the shard; its folder must exist. An existing file is replaced.
-        samples: As for ``write_shards``, or rows with numbers that no other sample has as its key.
+        samples: As for ``write_shards``, or blocks of rows, whose numbers no other sample has as its key.
 
     Returns:
         Number of samples written.
@@ -160,8 +162,8 @@ def write_shard(path: Path, samples: Iterable[Sample | Rows]) -> int:
     rows = 0
     with replace_file(path) as file, webdataset.TarWriter(file) as tar:
         for sample in samples:
-            if isinstance(sample, Rows):
-                file.write(sample.members().data)
+            if isinstance(sample, RowBlock):
+                file.write(sample.tar_bytes().data)
                 rows += len(sample.values)
             else:
                 check_key(sample.get("__key__"), keys)

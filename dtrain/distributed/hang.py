@@ -112,9 +112,11 @@ class HangWatch:
             self._fails(error)
         self._left.set()
         self._threads[0].join(_JOIN_TIMEOUT)
-        # They refer to the model. The listener may wait for the store longer than this process needs to its end, and would
-        # keep the model, and with it the process group, whose threads must end before the interpreter does.
-        self._where, self._failed = _place_at_start, lambda text: None
+        # Both callables refer to the model. The listener may still wait for the store when this process ends, and must not keep
+        # the model alive: it holds the process group, whose threads have to end before the interpreter does. A watch that
+        # is still alive writes a report, and ends the process.
+        if not self._threads[0].is_alive():
+            self._where, self._failed = _place_at_start, lambda text: None
         if self._world.size > 1:
             faulthandler.cancel_dump_traceback_later()
 

@@ -106,6 +106,8 @@ class CutRows:
 
     def read(self, start: int, stop: int) -> Iterator[np.ndarray]:
         """See ``SplitRows.read``."""
+        if start == stop:
+            return
         tokens = self.stream.read(start * self.length, stop * self.length + 1)
         rows = np.lib.stride_tricks.sliding_window_view(tokens, self.length + 1)[:: self.length]
         for first in range(0, len(rows), _BLOCK_ROWS):
@@ -186,17 +188,16 @@ class BestFitRows:
                 tokens = np.concatenate([np.array([self.end_of_text], tokens.dtype), tokens])
             content = tokens.view(np.uint8).data
             spans = [*zip(((starts - base + 1) * itemsize).tolist(), (sizes * itemsize).tolist(), strict=True)]
-            block: list[bytes | memoryview] = []
-            last_row = min(stop, end) - begin - 1
-            for row in range(max(start - begin, 0), last_row + 1):
-                pieces = spans[first[row] : first[row + 1]]
-                at = pieces[0][0]
-                block.append(content[at - itemsize : at])
-                block += [content[at : at + size] for at, size in pieces]
-                block.append(padding[sum(size for _, size in pieces) :])
-                if row % _BLOCK_ROWS == 0 or row == last_row:
-                    yield np.frombuffer(b"".join(block), tokens.dtype).reshape(-1, self.length + 1)
-                    block.clear()
+            rows = range(max(start - begin, 0), min(stop, end) - begin)
+            for number in range(0, len(rows), _BLOCK_ROWS):
+                content_of_block: list[bytes | memoryview] = []
+                for row in rows[number : number + _BLOCK_ROWS]:
+                    pieces = spans[first[row] : first[row + 1]]
+                    at = pieces[0][0]
+                    content_of_block.append(content[at - itemsize : at])
+                    content_of_block += [content[at : at + size] for at, size in pieces]
+                    content_of_block.append(padding[sum(size for _, size in pieces) :])
+                yield np.frombuffer(b"".join(content_of_block), tokens.dtype).reshape(-1, self.length + 1)
 
     def waste(self, end_of_text: int | None) -> str:
         """See ``SplitRows.waste``."""

@@ -28,7 +28,7 @@ import numpy as np
 
 from dtrain.console import OnProgress
 from dtrain.data.shards.shard_index import load_or_build
-from dtrain.data.writer import Rows, Sample, check_prefix, refuse_mixing, shard_name, write_shard
+from dtrain.data.writer import RowBlock, Sample, check_prefix, refuse_mixing, shard_name, write_shard
 from dtrain.files import fsync_path, replace_file, try_lock
 from dtrain.pack.pool import run_jobs
 
@@ -41,7 +41,7 @@ _FORMAT = 1
 #: Called with a file that cannot be packed and the reason; raises, or returns if the file is to be skipped.
 OnBadFile = Callable[[Path, str], None]
 #: Reads the samples of one shard: ``reader(on_bad_file)``. Picklable.
-SampleProducer = Callable[[OnBadFile], Iterable[Sample | Rows]]
+SampleProducer = Callable[[OnBadFile], Iterable[Sample | RowBlock]]
 
 
 class BadFile(ValueError):
@@ -335,10 +335,10 @@ def _write(path: Path, reader: SampleProducer, skip_bad: bool, on_progress: OnPr
     return skipped
 
 
-def _counted(samples: Iterable[Sample | Rows], on_progress: OnProgress) -> Iterator[Sample | Rows]:
+def _counted(samples: Iterable[Sample | RowBlock], on_progress: OnProgress) -> Iterator[Sample | RowBlock]:
     for sample in samples:
         yield sample
-        on_progress(len(sample.values) if isinstance(sample, Rows) else 1)
+        on_progress(len(sample.values) if isinstance(sample, RowBlock) else 1)
 
 
 def _compute(path: Path, job: Callable[[BinaryIO, OnProgress], None], on_progress: OnProgress) -> None:

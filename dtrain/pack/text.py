@@ -21,7 +21,7 @@ from rich.console import Console
 
 from dtrain.console import OnProgress, progress
 from dtrain.data.fields.tokenizers import VOCABULARY, Tokenizer
-from dtrain.data.writer import Rows
+from dtrain.data.writer import RowBlock
 from dtrain.errors import printable
 from dtrain.pack.command import (
     PackCommand,
@@ -325,8 +325,8 @@ def _row_reader(rows: SplitRows, start: int, stop: int) -> SampleProducer:
     return partial(_read_rows, rows, start, stop)
 
 
-def _read_rows(rows: SplitRows, start: int, stop: int, on_bad_file: OnBadFile) -> Iterator[Rows]:
+def _read_rows(rows: SplitRows, start: int, stop: int, on_bad_file: OnBadFile) -> Iterator[RowBlock]:
     """The samples of one shard, rows ``start`` to ``stop``."""
     for block in rows.read(start, stop):
-        yield Rows(start, EXTENSION, block)
+        yield RowBlock(start, EXTENSION, block)
         start += len(block)

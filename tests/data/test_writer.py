@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from dtrain.data.writer import Rows, balanced_sizes, check_key, encode, write_shard, write_shards
+from dtrain.data.writer import RowBlock, balanced_sizes, check_key, encode, write_shard, write_shards
 from tests.property_tests import examples
 from tests.refusals import refused
 from tests.shards import webdataset_reads
@@ -72,7 +72,7 @@ def test_the_bytes_are_those_of_webdatasets_writer(tmp_path_factory, shapes, lon
 def test_rows_are_written_as_the_same_samples_are(tmp_path, first, values):
     tokens = np.arange(5 * values, dtype="<u2").reshape(5, values)
     as_rows, as_samples = tmp_path / "rows.tar", tmp_path / "samples.tar"
-    assert write_shard(as_rows, [Rows(first, "tok", tokens[:3]), Rows(first + 3, "tok", tokens[3:])]) == 5
+    assert write_shard(as_rows, [RowBlock(first, "tok", tokens[:3]), RowBlock(first + 3, "tok", tokens[3:])]) == 5
     write_shard(as_samples, [{"__key__": f"{first + n:09d}", "tok": tokens[n].tobytes()} for n in range(5)])
     assert as_rows.read_bytes() == as_samples.read_bytes()
 

@@ -82,7 +82,7 @@ class FieldBuffer:
         if self._decode is decode_member:
             if field.kind == "image" and field.crop is None and not field.exif:
                 return self._write_jpegs(rows, raws)
-            if field.kind == "integer":
+            if field.kind == "integer" and field.role != "feature":  # features are fp32: see ``put``
                 return self._write_integers(rows, raws)
             if field.kind == "raw" and field.role not in _CUT:
                 return self._write_numbers(rows, raws)
@@ -114,12 +114,12 @@ class FieldBuffer:
         return failed
 
     def _write_integers(self, rows: Iterable[int], payloads: Sequence[bytes | memoryview]) -> list[int]:
-        rows = list(rows)  # all are noted as read at once: plain numbers cannot end a worker
+        rows = list(rows)  # notes all of them as read at once: parsing numbers cannot crash a worker
         try:
             values = list(map(int, payloads))
         except ValueError:
             values = []
-        if not values or self._tensor is not None or min(values) not in INT64 or max(values) not in INT64:
+        if not values or min(values) not in INT64 or max(values) not in INT64:
             return self._write_each(rows, payloads)
         self._put_object(rows[0], values[0])
         assert self._objects is not None
@@ -128,7 +128,11 @@ class FieldBuffer:
         return []
 
     def _write_numbers(self, rows: Iterable[int], payloads: Sequence[bytes | memoryview]) -> list[int]:
-        rows, failed, first = list(rows), [], 0  # noted at once, too
+        rows, failed, first = (
+            list(rows),
+            [],
+            0,
+        )  # notes all of them as read at once: parsing numbers cannot crash a worker
         while self._tensor is None and first < len(rows):  # the first good row decides the shape
             if not self._write(rows[first], payloads[first]):
                 failed.append(rows[first])
@@ -278,10 +282,10 @@ def _describe(dtype: torch.dtype, shape: torch.Size) -> str:
 
 def empty_column(shape: tuple[int, ...], dtype: torch.dtype, begin: int = 0) -> Tensor:
     """A tensor whose data starts ``begin`` bytes after an aligned address; a large one is in shared memory in a worker."""
-    first = begin // dtype.itemsize
-    numbers = first + math.prod(shape)
+    nbytes = math.prod(shape) * dtype.itemsize + begin
     if get_worker_info() is None:
-        memory = torch.empty(numbers, dtype=dtype)
+        storage = torch.empty(nbytes, dtype=torch.uint8).untyped_storage()
     else:
-        memory = torch.empty(0, dtype=dtype).set_(worker_storage(numbers * dtype.itemsize))
-    return memory[first:].view(shape)
+        storage = worker_storage(nbytes)
+    strides = torch.empty(shape, device="meta").stride()
+    return torch.empty(0, dtype=dtype).set_(storage, begin // dtype.itemsize, shape, strides)

@@ -543,6 +543,32 @@ def test_both_paths_give_the_same_batches_and_the_same_errors(
 
 @examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
+    values=st.lists(
+        st.sampled_from([*["3", "-7", " 12\n", "+5", "1_0"] * 3, "x", "", str(1 << 63)]), min_size=1, max_size=8
+    ),
+    rows=st.lists(st.integers(-1, 7), min_size=1, max_size=9),
+    role=st.sampled_from(["label", "id", "target", "feature"]),
+    precision=st.sampled_from(["fp32", "bf16", "fp16"]),
+    block=st.sampled_from([1, 600, 1 << 17]),
+)
+def test_integers_are_the_same_on_both_paths(
+    tmp_path: Path, values: list[str], rows: list[int], role: str, precision: str, block: int
+) -> None:
+    samples = [(str(n), {"cls": value.encode()}) for n, value in enumerate(values)]
+    path = write_tar(Path(tempfile.mkdtemp(dir=tmp_path)) / "a.tar", samples)
+    source = ShardSource.build([path], parse_fields({"cls": {"name": "x", "role": role}}))
+    transfer = Transfer(source.fields, Precision(precision))
+    numbers = np.array([min(row, len(samples) - 1) for row in rows])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_source_module, "_BLOCK_BYTES", block)
+        fast, careful = (
+            outcome(kind(source, transfer, None, 5), numbers, len(samples)) for kind in (Collator, Carefully)
+        )
+    assert fast == careful
+
+
+@examples(40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
     sizes=st.lists(st.sampled_from([16, 16, 16, 16, 8, 15]), min_size=1, max_size=8),
     rows=st.lists(st.integers(-1, 7), min_size=1, max_size=9),
     dtype=st.sampled_from(["uint16", "int8", "int64", "float32", "float64"]),
