@@ -128,11 +128,8 @@ class FieldBuffer:
         return []
 
     def _write_numbers(self, rows: Iterable[int], payloads: Sequence[bytes | memoryview]) -> list[int]:
-        rows, failed, first = (
-            list(rows),
-            [],
-            0,
-        )  # notes all of them as read at once: parsing numbers cannot crash a worker
+        rows = list(rows)  # notes all of them as read at once: parsing numbers cannot crash a worker
+        failed, first = [], 0
         while self._tensor is None and first < len(rows):  # the first good row decides the shape
             if not self._write(rows[first], payloads[first]):
                 failed.append(rows[first])
