@@ -196,8 +196,10 @@ def _become(request: dict[str, Any], base_path: list[str], client: str) -> None:
 
 
 def _skip_frozen_frames_in_getmodule() -> None:
-    """``inspect.getmodule`` searches all modules for each frame of a frozen one, such as runpy's, and torchrun asks it for all
-    of its frames hundreds of times."""
+    """Makes ``inspect.getmodule`` return None at once for a frame of a frozen module, such as runpy.
+
+    It would search all modules for each of them, and torchrun calls it hundreds of times.
+    """
     import inspect
 
     find = inspect.getmodule

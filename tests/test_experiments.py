@@ -37,7 +37,7 @@ def test_every_experiment_composes_and_its_header_has_the_command(name: str, mon
     ("precision", "epochs", "accuracy"),
     [
         pytest.param("bf16", 12, 0.97, marks=pytest.mark.slow),
-        # fp16 has no fast kernels on a CPU: all 12 epochs take a minute or two.
+        # Most CPUs have no fast fp16 kernels: all 12 epochs take a minute or two.
         pytest.param("fp16", 3, 0.9, marks=pytest.mark.slow),
         pytest.param("fp16", 12, 0.97, marks=pytest.mark.soak),
     ],

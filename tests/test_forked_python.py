@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked_python as forked_python_module
 from tests.forked_python import forked_python
 
 pytestmark = pytest.mark.slow
@@ -99,6 +100,12 @@ def test_a_signal_to_the_client_ends_the_program(folder: Path, number: int) -> N
     while Path(f"/proc/{pid}").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_signal_that_comes_after_the_end_of_the_program_is_ignored() -> None:
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    forked_python_module._forward(ended.pid, signal.SIGTERM)
 
 
 def test_torch_is_there_before_a_program_asks_for_it_and_its_programs_are_forks_too(folder: Path) -> None:

@@ -76,6 +76,7 @@ def same_end(run_dir: Path, whole: Path, step: int) -> bool:
 @pytest.mark.skipif("signals_to_handle" not in get_args_parser().format_help().replace("-", "_"), reason="older torch")
 def test_sigusr1_to_a_torchrun_that_passes_it_on_stops_all_ranks_and_the_next_start_continues(tmp_path: Path) -> None:
     options = ("--standalone", "--nproc-per-node=2", FORWARDED)
+    # The limit ends the forks if this test fails.
     with started(tmp_path, "run.max_hours=0.1", options=options, python=forked_python()) as running:
         wait_for(running, tmp_path, "status.json")
         asked = time.monotonic()

@@ -213,7 +213,7 @@ def _text_of(line: bytes, key: str) -> str | None:
         return None
     try:
         content = line.decode().removeprefix("\ufeff").strip(_JSON_SPACE)
-        value, end = _JSON.raw_decode(content)  # saves half a microsecond a line of json.loads
+        value, end = _JSON.raw_decode(content)  # half a microsecond a line faster than json.loads
         if end != len(content):
             raise json.JSONDecodeError("Extra data", content, end)
     except (ValueError, RecursionError) as error:
