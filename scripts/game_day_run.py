@@ -235,8 +235,12 @@ class Game:
             game = Game("", made, self._patience, None)
             # Without the pause, the checkpoint of step 12 may not be written yet.
             game.start(faulty(f"slow@step={AT - 1},seconds=3", f"kill@step={AT}"), ranks=1)
-            game.await_injected(f"kill@step={AT}")
-            game.wait(lambda: not game.alive, "the end of the killed run")
+            try:
+                game.await_injected(f"kill@step={AT}")
+                game.wait(lambda: not game.alive, "the end of the killed run")
+            finally:
+                if game.job is not None and game.alive:
+                    game.job.kill()
         shutil.copytree(made / "run", self.run_dir)
         shutil.copy(made / "screen.log", self.log)
 

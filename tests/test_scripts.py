@@ -170,18 +170,21 @@ def test_a_game_day_counts_the_samples_that_a_run_lost_or_used_again(tmp_path, m
 
 
 @pytest.mark.slow
-def test_a_game_day_passes_and_one_without_patience_does_not(digits, tmp_path):
+@pytest.mark.usefixtures("digits", "forked_programs")
+def test_a_game_day_passes_and_one_without_patience_does_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    import game_day as script
+
     def game_day(*arguments):
-        command = [sys.executable, ROOT / "scripts" / "game_day.py", "--json", tmp_path / "table.json", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=600)
+        monkeypatch.setattr(sys, "argv", [script.__file__, "--json", str(tmp_path / "table.json"), *arguments])
+        script.main()
 
     played = ["rank 1 is killed", "newest checkpoint: a file is empty"]
-    done = game_day("--only", f"^({'|'.join(played)})$", "--dir", tmp_path / "day")
-    assert done.returncode == 0, done.stdout + done.stderr
+    game_day("--only", f"^({'|'.join(played)})$", "--dir", str(tmp_path / "day"))
     rows = json.loads((tmp_path / "table.json").read_text())["faults"]
     assert [row["fault"] for row in rows] == played
     assert [(row["lost"], row["doubled"], row["problem"]) for row in rows] == [(0, 0, "")] * 2
     assert all(row["message"] and row["steps"] > 0 for row in rows)
-    done = game_day("--only", "a file is empty", "--patience", "0.5")
-    assert done.returncode == 1
-    assert "NOT PASSED: waited" in done.stdout
+    with pytest.raises(SystemExit, match="not all faults were passed"):
+        game_day("--only", "a file is empty", "--patience", "0")
+    assert "NOT PASSED: waited" in capsys.readouterr().out

@@ -24,6 +24,7 @@ from dtrain.distributed.process_group import (
     settle_network,
 )
 from dtrain.errors import PeerFailed
+from tests.forked_python import forked_python
 from tests.ranks import RanksFailed, run_ranks
 
 
@@ -186,7 +187,7 @@ def test_threads_of_gloo_end_before_the_interpreter_does(digits: Path, tmp_path:
     rank = tmp_path / "rank.py"
     rank.write_text(THREADS_AT_EXIT)
     overrides = ["experiment=digits", f"run.dir={tmp_path}", "train.max_steps=3", "tracker=none", "data.num_workers=0"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    command = [forked_python(), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     for _ in ("trains", "has finished"):
         done = subprocess.run(
             [*command, sys.executable, str(rank), *overrides],

@@ -176,6 +176,7 @@ def test_a_directory_of_runs_is_a_table_of_them_on_the_page_and_on_the_terminal(
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("forked_programs")
 def test_the_points_of_a_sweep_are_found_by_the_settings_that_were_swept(tmp_path: Path, digits: Path) -> None:
     sweep = ("experiment=digits", "tracker=none", "train.max_steps=2", f"run.dir={tmp_path / 'r'}")
     assert launch.main(["--multirun", *sweep, "precision=fp32,bf16", "run.seed=1,2"]) == 0
