@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import io
 import os
 import re
@@ -21,9 +22,7 @@ _SECRET_NAME = (
     r"(?:(?:pass(?:word|wd|phrase)|secret|credential|cookie|(?:api|access|account|private|secret|signing)[_-]?key)s?"
     r"|auth(?:orization)?|token)"
 )
-#: Matches the end of names of keys and environment variables whose values are secret if they are text. ``tokens`` usually
-#: belong to a language model.
-SECRET_KEY = re.compile(f"{_SECRET_NAME}$", re.IGNORECASE)
+_SECRET_KEY = re.compile(f"{_SECRET_NAME}$", re.IGNORECASE)
 _MOST_SHOWN = 20  # valid names in a message
 # A shorter value of the environment may be an ordinary word of other texts.
 _SHORTEST_SECRET = 8
@@ -74,9 +73,18 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+@functools.lru_cache(maxsize=4096)  # each text of a config is compared with the whole environment
+def names_secret(key: str) -> bool:
+    """Whether the value of a key or an environment variable of this name is secret if it is text, such as ``WANDB_API_KEY``.
+
+    ``tokens`` is no such name: it usually belongs to a language model.
+    """
+    return _SECRET_KEY.search(key) is not None
+
+
 def hide_secret(key: str, value: str) -> str:
     """The text of a value; without passwords, signatures and tokens."""
-    return HIDDEN if SECRET_KEY.search(key) else without_secrets_in(value)
+    return HIDDEN if names_secret(key) else without_secrets_in(value)
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -158,7 +166,7 @@ def without_secrets_in(text: str) -> str:
     """
     text = _URL_SECRET.sub(lambda match: f"{match[1] or ''}{HIDDEN}", text)
     text = _BEARER.sub(HIDDEN, _NAMED_SECRET.sub(rf"\1{HIDDEN}", text))
-    values = {value for name, value in os.environ.items() if len(value) >= _SHORTEST_SECRET and SECRET_KEY.search(name)}
+    values = {value for name, value in os.environ.items() if len(value) >= _SHORTEST_SECRET and names_secret(name)}
     for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     return text

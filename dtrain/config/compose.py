@@ -33,8 +33,8 @@ from dtrain.config.merge import replacing_nodes
 from dtrain.config.metrics import best_mode
 from dtrain.errors import (
     HIDDEN,
-    SECRET_KEY,
     ConfigError,
+    names_secret,
     without_secrets_in,
 )
 from dtrain.files import cache_dir, read_json
@@ -253,7 +253,7 @@ def _printed_for_people(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def _without_secret(line: str) -> str:
-    if (found := _YAML_TEXT.fullmatch(line)) and SECRET_KEY.search(found[2]):
+    if (found := _YAML_TEXT.fullmatch(line)) and names_secret(found[2]):
         line = f"{found[1]}{HIDDEN}\n"
     return without_secrets_in(line)
 

@@ -28,7 +28,7 @@ from hydra.errors import HydraException
 from dtrain.config.compose import Composed, portable
 from dtrain.config.schema import Config
 from dtrain.distributed.torchrun import launched_rank
-from dtrain.errors import HIDDEN, SECRET_KEY, ConfigError, as_config_error, without_secrets_in
+from dtrain.errors import HIDDEN, ConfigError, as_config_error, names_secret, without_secrets_in
 from dtrain.files import parse_yaml, read_bounded
 from dtrain.runs.excluded import describe, read_excluded
 from dtrain.runs.hub import is_hub_url
@@ -237,7 +237,7 @@ def parse_mapping(path: Path, text: bytes) -> dict[str, Any]:
 
 def config_without_secrets(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy without secrets: texts under keys such as ``api_key``, ``password``, ``token`` or ``auth``, and those in texts."""
-    return {str(key): _clean(value, _is_secret(str(key))) for key, value in config.items()}
+    return {str(key): _clean(value, names_secret(str(key))) for key, value in config.items()}
 
 
 def without_folders(value: Any) -> Any:
@@ -279,7 +279,7 @@ def refuse_hidden(config: Mapping[str, Any], prefix: str = "") -> None:
 def _clean(value: Any, is_secret: bool, *, keeps_interpolations: bool = False) -> Any:
     if isinstance(value, Mapping):
         return {
-            str(key): _clean(item, is_secret or _is_secret(str(key)), keeps_interpolations=keeps_interpolations)
+            str(key): _clean(item, is_secret or names_secret(str(key)), keeps_interpolations=keeps_interpolations)
             for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
@@ -289,14 +289,10 @@ def _clean(value: Any, is_secret: bool, *, keeps_interpolations: bool = False) -
     return HIDDEN if is_secret and value else without_secrets_in(value)
 
 
-def _is_secret(key: str) -> bool:
-    return SECRET_KEY.search(key) is not None
-
-
 def _without_secrets(override: str) -> str:
     """An override of the command line with its secrets hidden."""
     key = override.partition("=")[0]
-    is_secret = any(map(_is_secret, key.split(".")))
+    is_secret = any(map(names_secret, key.split(".")))
 
     def clean(value: Any) -> Any:
         return _clean(value, is_secret, keeps_interpolations=True)
@@ -388,7 +384,7 @@ def _differences(old: Any, new: Any, defaults: Any = None, path: str = "") -> It
             if key in old or new[key] != default:
                 yield from _differences(old.get(key), new.get(key), default, f"{path}.{key}" if path else str(key))
     elif not _fits(old, new):
-        is_secret = any(map(_is_secret, path.split(".")))
+        is_secret = any(map(names_secret, path.split(".")))
         before, now = (json.dumps(_clean(value, is_secret), default=str) for value in (old, new))
         yield f"{path}: {before} -> {now}"
 
