@@ -1,10 +1,11 @@
 """A ``python`` that starts in no time: its programs are forks of a process that has imported torch and dtrain.
 
 A real start imports them anew, which takes longer than most programs of the tests, and torchrun does so in each of its
-processes. Everything else about a program is its own: arguments, current folder, environment, import path, standard streams,
-signals, exit code. Other arguments than those of ``python -m MODULE ...`` and ``python FILE ...`` start the real interpreter.
+processes. Everything else about a program is its own: arguments, current folder, environment, import path, open files, mounts,
+signals, exit code. Other arguments than those of ``python -m MODULE ...``, ``python FILE ...`` and of processes that
+multiprocessing spawns start the real interpreter.
 
-* The path that ``forked_python`` gives is a script, the *client*. It hands its streams to the *server*, forwards signals, and
+* The path that ``forked_python`` gives is a script, the *client*. It hands its open files to the *server*, forwards signals, and
   ends as the program ends. ``sys.executable`` of the program is the client, so that the ranks of torchrun are forks, too.
 * The server belongs to the process that called ``forked_python``, and ends with it. It has composed a config, so that its
   programs need not read and parse the presets anew (``tests/quick_hydra.py``), and has run nothing else.
@@ -17,6 +18,7 @@ signals, exit code. Other arguments than those of ``python -m MODULE ...`` and `
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import json
 import os
@@ -34,6 +36,7 @@ _IMPORTED = (
     *("dtrain.replay", "dtrain.models", "dtrain.tasks", "dtrain.data.digits"),
     *("numpy.ma", "numpy.ctypeslib", "multiprocessing.queues"),
 )
+_MOST_FILES = 250  # the kernel passes 253 at once
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -88,19 +91,24 @@ def ask(address: str, executable: str) -> None:
     arguments = sys.argv[1:]
     unbuffered = arguments[:1] == ["-u"]
     first, *rest = arguments[unbuffered:] or ["-"]
-    if first.startswith("-") and first != "-m":
+    is_spawned = first == "-c" and rest[1:] == ["--multiprocessing-fork"]
+    if first.startswith("-") and first != "-m" and not is_spawned:
         os.execv(executable, [executable, *arguments])
+    descriptors = [number for number in map(int, os.listdir("/proc/self/fd")) if _is_open(number)]
     request = {
+        "code": rest.pop(0) if is_spawned else None,
         "module": rest.pop(0) if first == "-m" else None,
         "file": first,
         "arguments": rest,
         "unbuffered": unbuffered or bool(os.environ.get("PYTHONUNBUFFERED")),
         "folder": os.getcwd(),
         "environment": dict(os.environ),
+        "descriptors": descriptors,
     }
+    mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY)
     with socket.socket(socket.AF_UNIX) as server:
         server.connect(address)
-        socket.send_fds(server, [b"+"], [0, 1, 2])
+        socket.send_fds(server, [b"+"], [mounts, *descriptors])
         server.sendall(json.dumps(request).encode() + b"\n")
         answer = server.makefile()
         pid = int(answer.readline())
@@ -112,6 +120,13 @@ def ask(address: str, executable: str) -> None:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     os._exit(code)
+
+
+def _is_open(number: int) -> bool:
+    with suppress(OSError):  # it was that of the list of descriptors
+        os.fstat(number)
+        return True
+    return False
 
 
 def _forward(pid: int, number: int) -> None:
@@ -145,17 +160,22 @@ def _reap() -> bool:
 
 def _attend(connection: socket.socket) -> dict[str, Any]:
     """Forks the program, in which this returns, and tells the client how that ends."""
-    streams = socket.recv_fds(connection, 1, 3)[1]
+    mounts, *files = socket.recv_fds(connection, 1, _MOST_FILES)[1]
     request: dict[str, Any] = json.loads(connection.makefile().readline())
     if (pid := os.fork()) == 0:
         os.setsid()
         connection.close()
-        for number, stream in enumerate(streams):
-            os.dup2(stream, number)
-            os.close(stream)
+        _enter(mounts)
+        # First above all numbers of the client: one of these may be the wanted number of another.
+        above = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 1 + max(request["descriptors"])) for file in files]
+        for file in files:
+            os.close(file)
+        for file, number in zip(above, request["descriptors"], strict=True):
+            os.dup2(file, number)
+            os.close(file)
         return request
-    for stream in streams:
-        os.close(stream)
+    for file in (mounts, *files):
+        os.close(file)
     connection.sendall(f"{pid}\n".encode())
     ended = os.pidfd_open(pid)
     if ended not in select.select([connection, ended], [], [])[0]:
@@ -166,9 +186,20 @@ def _attend(connection: socket.socket) -> dict[str, Any]:
     os._exit(0)
 
 
+def _enter(mounts: int) -> None:
+    """Sees the mounts of the client, whose namespace may be its own."""
+    if os.fstat(mounts).st_ino != os.stat("/proc/self/ns/mnt").st_ino:
+        import ctypes
+
+        if ctypes.CDLL(None, use_errno=True).setns(mounts, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+    os.close(mounts)
+
+
 def _become(request: dict[str, Any], base_path: list[str], client: str) -> None:
     """Runs a module or a file in this process as ``python`` does."""
     import io
+    import multiprocessing.spawn
     import runpy
 
     os.chdir(request["folder"])
@@ -180,6 +211,7 @@ def _become(request: dict[str, Any], base_path: list[str], client: str) -> None:
     sys.path[:] = [first, *(os.path.abspath(path) for path in added.split(os.pathsep) if path), *base_path]
     sys.argv[:] = [request["file"], *request["arguments"]]
     sys.executable = client
+    multiprocessing.spawn.set_executable(client)
     # The server's were of other kinds of files.
     unbuffered = request["unbuffered"]
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
@@ -187,6 +219,9 @@ def _become(request: dict[str, Any], base_path: list[str], client: str) -> None:
     encoding, _, errors = request["environment"].get("PYTHONIOENCODING", "").partition(":")
     sys.stdout = io.TextIOWrapper(output, encoding or None, errors or None, write_through=unbuffered)
     sys.stderr = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+    if request["code"]:
+        exec(request["code"], {"__name__": "__main__"})
+        return
     if not module:
         runpy.run_path(file, run_name="__main__")
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -116,3 +117,56 @@ def test_torch_is_there_before_a_program_asks_for_it_and_its_programs_are_forks_
     done = subprocess.run([forked_python(), "outer.py"], cwd=folder, capture_output=True, text=True, check=True)
     assert sorted(done.stdout.split()) == ["True", "True"]
     assert subprocess.run([forked_python(), "-c", "import sys; sys.exit('torch' in sys.modules)"], check=True)
+
+
+SPAWNS = """
+import multiprocessing
+import sys
+
+def ask(pipe):
+    pipe.send(["torch" in sys.modules, sys.argv, __name__])
+    sys.exit(7)
+
+if __name__ == "__main__":
+    here, there = multiprocessing.get_context("spawn").Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=ask, args=(there,))
+    process.start()
+    print(*here.recv())
+    process.join()
+    print(process.exitcode)
+"""
+
+
+def test_a_process_that_a_program_spawns_is_a_fork_too(folder: Path) -> None:
+    program = folder / "spawns.py"
+    program.write_text(SPAWNS)
+    real, forked = (
+        subprocess.run([python, program, "word"], cwd=folder, capture_output=True, text=True, check=True).stdout
+        for python in (sys.executable, forked_python())
+    )
+    assert real.endswith("__mp_main__\n7\n")
+    assert forked == real.replace("False", "True")
+
+
+def test_a_program_has_the_open_files_of_its_client(folder: Path) -> None:
+    (folder / "writes.py").write_text("import os, sys\nfor number in map(int, sys.argv[1:]): os.write(number, b'written')\n")
+    pipes = [os.pipe() for _ in range(3)]
+    numbers = [there for _, there in pipes]
+    command = [forked_python(), "writes.py", *map(str, numbers)]
+    subprocess.run(command, cwd=folder, pass_fds=numbers, check=True)
+    for here, there in pipes:
+        os.close(there)
+        with os.fdopen(here) as file:
+            assert file.read() == "written"
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root, and unshare")
+def test_a_program_sees_the_mounts_of_its_client(folder: Path) -> None:
+    (folder / "reads.py").write_text("print(open('more/helper.py').read())")
+    (folder / "other").mkdir()
+    (folder / "other" / "helper.py").write_text("mounted")
+    inside = f"mount --bind other more && exec {forked_python()} reads.py"
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", inside], cwd=folder, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "mounted\n"
