@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -70,7 +71,7 @@ def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
     for place, inner in nodes.items():
         _check_call(place, inner, *((len(args), kwargs) if inner is node else (0, {})))
     try:
-        return instantiate(node, *args, _convert_="all", **kwargs)
+        return without_checks(instantiate(node, *args, _convert_="all", **kwargs))
     except InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, (ConfigError, Explained, PeerFailed)):
@@ -84,6 +85,17 @@ def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
             if re.sub(r"[\[\]]", "", place) in (named, f"{key}.{named}"):
                 raise ConfigError(_failure(place, inner, cause)) from cause
         raise ConfigError(_failure(key, node, cause)) from cause
+
+
+def without_checks(built: Any) -> Any:
+    """What Hydra built; a function of ``_partial_`` as an ordinary ``functools.partial``.
+
+    Hydra, which checks the target of every node when it builds it, would check each call of such a function again: that takes
+    over a millisecond, and a dataset or a decoder calls it for every sample.
+    """
+    if isinstance(built, functools.partial) and type(built).__module__.startswith("hydra."):
+        return functools.partial(built.func, *built.args, **built.keywords)
+    return built
 
 
 def check_call(key: str, node: Any, **given: Any) -> None:
