@@ -5,8 +5,8 @@ processes. Everything else about a program is its own: arguments, current folder
 signals, exit code. Other arguments than those of ``python -m MODULE ...``, ``python FILE ...`` and of processes that
 multiprocessing spawns start the real interpreter.
 
-* The path that ``forked_python`` gives is a script, the *client*. It hands its open files to the *server*, forwards signals, and
-  ends as the program ends. ``sys.executable`` of the program is the client, so that the ranks of torchrun are forks, too.
+* The path that ``forked_python`` gives is a script, the *client*. It hands its open files to the *server*, forwards signals,
+  and ends as the program ends. ``sys.executable`` of the program is the client, so that the ranks of torchrun are forks, too.
 * The server belongs to the process that called ``forked_python``, and ends with it. It has composed a config, so that its
   programs need not read and parse the presets anew (``tests/quick_hydra.py``), and has run nothing else.
 * A client that is killed takes its program along.

@@ -114,11 +114,12 @@ def test_bytes_gpt_packs_the_standard_library_and_learns_from_it(tmp_path: Path)
 @pytest.mark.skipif("DTRAIN_TEST_CIFAR10" not in os.environ, reason="DTRAIN_TEST_CIFAR10 names no folder of shards")
 def test_cifar10_learns_from_read_only_jpeg_shards(tmp_path: Path) -> None:
     before = sorted(os.listdir(os.environ["DTRAIN_TEST_CIFAR10"]))
-    train_on(2, tmp_path, "train.max_steps=30", "train.log_every=10", experiment="cifar10_cpu")
+    fewer = f"data.eval={os.environ['DTRAIN_TEST_CIFAR10']}/test-00000.tar"
+    train_on(2, tmp_path, "train.max_steps=30", "train.log_every=10", "model.width=8", fewer, experiment="cifar10_cpu")
     losses = metrics(tmp_path)
     assert losses[0] == pytest.approx(2.3, abs=0.1)  # chance: ln 10
-    assert losses[-1] < losses[0] - 0.05  # it was 2.18 in 2026-11
-    assert metrics(tmp_path, "eval/accuracy")[-1] > 0.15
+    assert losses[-1] < losses[0] - 0.05  # it was 2.25 in 2026-11
+    assert metrics(tmp_path, "eval/accuracy")[-1] > 0.14
     assert sorted(os.listdir(os.environ["DTRAIN_TEST_CIFAR10"])) == before
 
 

@@ -149,7 +149,9 @@ def test_a_process_that_a_program_spawns_is_a_fork_too(folder: Path) -> None:
 
 
 def test_a_program_has_the_open_files_of_its_client(folder: Path) -> None:
-    (folder / "writes.py").write_text("import os, sys\nfor number in map(int, sys.argv[1:]): os.write(number, b'written')\n")
+    (folder / "writes.py").write_text(
+        "import os, sys\nfor number in map(int, sys.argv[1:]): os.write(number, b'written')\n"
+    )
     pipes = [os.pipe() for _ in range(3)]
     numbers = [there for _, there in pipes]
     command = [forked_python(), "writes.py", *map(str, numbers)]

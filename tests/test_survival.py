@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks import kill_soak
+from tests.forked_python import forked_python
 from tests.whole_runs import metrics, train_on
 
-ROOT = Path(__file__).parents[1]
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("digits")]
 
 
@@ -52,16 +52,19 @@ def test_another_global_batch_in_mid_epoch_uses_what_remains_once(tmp_path: Path
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the ranks to kill in /proc, which is Linux's")
-def test_killed_ranks_and_jobs_leave_no_trace_in_what_is_learned(tmp_path: Path) -> None:
+def test_killed_ranks_and_jobs_leave_no_trace_in_what_is_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     # One rank and a whole job are killed; `python -m benchmarks.kill_soak` does it 50 times.
-    soak = subprocess.run(
-        [sys.executable, "-m", "benchmarks.kill_soak", "--rounds=2", "--ranks=2", "--seed=51", f"--dir={tmp_path}"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert soak.returncode == 0, soak.stdout + soak.stderr
-    assert "survived 2 of 2 rounds" in soak.stdout
+    finish = kill_soak.finish
+
+    def finish_in_forks(*arguments: Any) -> None:  # what is not killed
+        with monkeypatch.context() as forked:
+            forked.setattr(sys, "executable", forked_python())
+            finish(*arguments)
+
+    monkeypatch.setattr(kill_soak, "finish", finish_in_forks)
+    options = ["--rounds=2", "--ranks=2", "--seed=51", f"--dir={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", [kill_soak.__file__, *options])
+    kill_soak.main()
+    assert "survived 2 of 2 rounds" in capsys.readouterr().out
