@@ -238,9 +238,11 @@ class Game:
             try:
                 game.await_injected(f"kill@step={AT}")
                 game.wait(lambda: not game.alive, "the end of the killed run")
-            finally:
+            except NotPassed:
                 if game.job is not None and game.alive:
                     game.job.kill()
+                shutil.rmtree(made)
+                raise
         shutil.copytree(made / "run", self.run_dir)
         shutil.copy(made / "screen.log", self.log)
 

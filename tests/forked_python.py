@@ -1,9 +1,11 @@
 """A ``python`` that starts in no time: its programs are forks of a process that has imported torch and dtrain.
 
 A real start imports them anew, which takes longer than most programs of the tests, and torchrun does so in each of its
-processes. Everything else about a program is its own: arguments, current folder, environment, import path, open files, mounts,
-signals, exit code. Other arguments than those of ``python -m MODULE ...``, ``python FILE ...`` and of processes that
-multiprocessing spawns start the real interpreter.
+processes. The program has its own arguments, current folder, environment, import path, open files, mounts, signals and exit
+code. Its process id and session differ from those of the process that was started, and its parent is a process that waits for
+it: what a program does when its parent ends has to be tested with the real interpreter. Other command lines than
+``python -m MODULE ...``, ``python FILE ...`` and those of processes that multiprocessing spawns start the real interpreter,
+and so does a program without standard streams.
 
 * The path that ``forked_python`` gives is a script, the *client*. It hands its open files to the *server*, forwards signals,
   and ends as the program ends. ``sys.executable`` of the program is the client, so that the ranks of torchrun are forks, too.
@@ -36,6 +38,8 @@ _IMPORTED = (
     *("dtrain.replay", "dtrain.models", "dtrain.tasks", "dtrain.data.digits"),
     *("numpy.ma", "numpy.ctypeslib", "multiprocessing.queues"),
 )
+#: Variables that the server does not see. For the last two multiprocessing would start its processes with other options.
+_OF_PROGRAMS = ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "PYTHONWARNINGS")
 _MOST_FILES = 250  # the kernel passes 253 at once
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -68,7 +72,7 @@ def forked_python() -> str:
         server = subprocess.Popen(
             [sys.executable, "-m", f"{here.parent.name}.{here.stem}", str(listener.fileno()), str(client)],
             cwd=here.parents[1],
-            env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"},
+            env={key: value for key, value in os.environ.items() if key not in _OF_PROGRAMS} | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],
@@ -92,9 +96,10 @@ def ask(address: str, executable: str) -> None:
     unbuffered = arguments[:1] == ["-u"]
     first, *rest = arguments[unbuffered:] or ["-"]
     is_spawned = first == "-c" and rest[1:] == ["--multiprocessing-fork"]
-    if first.startswith("-") and first != "-m" and not is_spawned:
-        os.execv(executable, [executable, *arguments])
     descriptors = [number for number in map(int, os.listdir("/proc/self/fd")) if _is_open(number)]
+    has_files = {0, 1, 2}.issubset(descriptors) and len(descriptors) < _MOST_FILES
+    if (first.startswith("-") and first != "-m" and not is_spawned) or not has_files:
+        os.execv(executable, [executable, *arguments])
     request = {
         "code": rest.pop(0) if is_spawned else None,
         "module": rest.pop(0) if first == "-m" else None,
@@ -110,6 +115,9 @@ def ask(address: str, executable: str) -> None:
         server.connect(address)
         socket.send_fds(server, [b"+"], [mounts, *descriptors])
         server.sendall(json.dumps(request).encode() + b"\n")
+        for number in descriptors:
+            if number > 2:
+                os.close(number)  # or a reader of a pipe would not see that the program has closed it
         answer = server.makefile()
         pid = int(answer.readline())
         for number in _FORWARDED:
@@ -123,7 +131,7 @@ def ask(address: str, executable: str) -> None:
 
 
 def _is_open(number: int) -> bool:
-    with suppress(OSError):  # it was that of the list of descriptors
+    with suppress(OSError):  # os.listdir had opened this one itself
         os.fstat(number)
         return True
     return False
@@ -165,29 +173,38 @@ def _attend(connection: socket.socket) -> dict[str, Any]:
     if (pid := os.fork()) == 0:
         os.setsid()
         connection.close()
-        _enter(mounts)
-        # First above all numbers of the client: one of these may be the wanted number of another.
-        above = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 1 + max(request["descriptors"])) for file in files]
-        for file in files:
-            os.close(file)
-        for file, number in zip(above, request["descriptors"], strict=True):
+        wanted = request["descriptors"]
+        # Above all wanted numbers: a received file may have the number that another one needs.
+        mounts, *files = [_moved(file, 1 + max(wanted)) for file in (mounts, *files)]
+        for file, number in zip(files, wanted, strict=True):
             os.dup2(file, number)
             os.close(file)
+        _enter(mounts)
         return request
     for file in (mounts, *files):
         os.close(file)
-    connection.sendall(f"{pid}\n".encode())
+    with suppress(OSError):  # the client was killed
+        connection.sendall(f"{pid}\n".encode())
     ended = os.pidfd_open(pid)
     if ended not in select.select([connection, ended], [], [])[0]:
-        os.killpg(pid, signal.SIGKILL)
+        for kill in (os.killpg, os.kill):  # it may not have its group yet
+            with suppress(ProcessLookupError):
+                kill(pid, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with suppress(OSError):  # the client was killed
         connection.sendall(f"{code}\n".encode())
     os._exit(0)
 
 
+def _moved(file: int, least: int) -> int:
+    """The file under another number, which is at least ``least``."""
+    number = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, least)
+    os.close(file)
+    return number
+
+
 def _enter(mounts: int) -> None:
-    """Sees the mounts of the client, whose namespace may be its own."""
+    """Enters the mount namespace of the client, if it has one of its own."""
     if os.fstat(mounts).st_ino != os.stat("/proc/self/ns/mnt").st_ino:
         import ctypes
 

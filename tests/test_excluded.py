@@ -64,7 +64,7 @@ def test_a_changed_list_is_printed_and_a_killed_run_counts_on(
     train(1, tmp_path / "short", "train.max_steps=1")
     keys = [use["key"] for use in traced(tmp_path / "short", "--step", "3")]
     listed.write_text("\n".join(keys[:2]))
-    with pytest.raises(RanksFailed):  # the save after step 12 has waited for that after step 6
+    with pytest.raises(RanksFailed):  # step 12 is saved once the checkpoint of step 6 is complete
         train(1, run_dir, "train.max_steps=20", f"data.exclude={listed}", faulty("kill@rank=0,step=14"))
     listed.write_text("\n".join(keys[:3]))
     train(1, run_dir, "train.max_steps=20", f"data.exclude={listed}")

@@ -38,7 +38,7 @@ def test_every_experiment_composes_and_its_header_has_the_command(name: str, mon
     [
         pytest.param("bf16", 12, 0.97, marks=pytest.mark.slow),
         # Most CPUs have no fast fp16 kernels: all 12 epochs take a minute or two.
-        pytest.param("fp16", 3, 0.9, marks=pytest.mark.slow),
+        pytest.param("fp16", 2, 0.85, marks=pytest.mark.slow),
         pytest.param("fp16", 12, 0.97, marks=pytest.mark.soak),
     ],
 )
@@ -118,7 +118,7 @@ def test_cifar10_learns_from_read_only_jpeg_shards(tmp_path: Path) -> None:
     train_on(2, tmp_path, "train.max_steps=30", "train.log_every=10", "model.width=8", fewer, experiment="cifar10_cpu")
     losses = metrics(tmp_path)
     assert losses[0] == pytest.approx(2.3, abs=0.1)  # chance: ln 10
-    assert losses[-1] < losses[0] - 0.05  # it was 2.25 in 2026-11
+    assert losses[-1] < losses[0] - 0.03  # 2.335 and 2.252 in 2026-11
     assert metrics(tmp_path, "eval/accuracy")[-1] > 0.14
     assert sorted(os.listdir(os.environ["DTRAIN_TEST_CIFAR10"])) == before
 

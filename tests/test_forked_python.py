@@ -162,8 +162,38 @@ def test_a_program_has_the_open_files_of_its_client(folder: Path) -> None:
             assert file.read() == "written"
 
 
-@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root, and unshare")
+def test_a_reader_sees_that_a_program_has_closed_its_end_of_a_pipe(folder: Path) -> None:
+    (folder / "closes.py").write_text("import os, sys\nos.close(int(sys.argv[1]))\nsys.stdin.read()\n")
+    here, there = os.pipe()
+    command = [forked_python(), "closes.py", str(there)]
+    process = subprocess.Popen(command, cwd=folder, pass_fds=[there], stdin=subprocess.PIPE)
+    os.close(there)
+    with os.fdopen(here) as file:
+        assert file.read() == ""  # the program still runs
+    assert process.poll() is None
+    process.communicate(timeout=100)
+
+
+def test_a_program_without_standard_input_has_none(folder: Path) -> None:
+    (folder / "stdin.py").write_text("import sys\nprint(sys.stdin)\n")
+    command = ["sh", "-c", f"exec {forked_python()} stdin.py <&-"]
+    assert subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True).stdout == "None\n"
+
+
+def test_a_client_that_is_killed_at_once_takes_its_program_along(folder: Path) -> None:
+    (folder / "late.py").write_text("import time\ntime.sleep(2)\nopen('went-on', 'w')\n")
+    for delay in range(12):
+        process = subprocess.Popen([forked_python(), "late.py"], cwd=folder)
+        time.sleep(delay / 200)
+        process.kill()
+        process.wait()
+    time.sleep(2.5)
+    assert not (folder / "went-on").exists()
+
+
 def test_a_program_sees_the_mounts_of_its_client(folder: Path) -> None:
+    if shutil.which("unshare") is None or subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
+        pytest.skip("needs the right to make a namespace of mounts")
     (folder / "reads.py").write_text("print(open('more/helper.py').read())")
     (folder / "other").mkdir()
     (folder / "other" / "helper.py").write_text("mounted")

@@ -88,7 +88,7 @@ def sagemaker_hosts(disks: list[Path], opt_ml: Path, data: Path, *arguments: str
     port, hosts = str(free_port()), []
     script = SAGEMAKER.read_text().replace("/opt/ml", str(opt_ml))
     for disk, name in zip(disks, HOSTS, strict=True):
-        # Only root may enter the namespace of another process, as a fork does.
+        # A fork enters the namespace of its client, which only root may.
         path = path_with_dtrain(opt_ml.parent, forked_python() if os.geteuid() == 0 else sys.executable)
         mounted = ["bash", "-c", 'mount --bind "$0" "$1" && exec bash -c "$2" "${@:2}"', str(disk), str(opt_ml), script]
         job = {"SM_HOSTS": json.dumps(HOSTS), "SM_CURRENT_HOST": name, "SM_NUM_GPUS": "0", "PET_MASTER_PORT": port}

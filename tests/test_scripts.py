@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forked_python import forked_python
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = [*sorted(ROOT.glob("scripts/*.sh")), *sorted(ROOT.glob("slurm/*")), ROOT / ".ci" / "run"]
 
@@ -173,6 +175,7 @@ def test_a_game_day_counts_the_samples_that_a_run_lost_or_used_again(tmp_path, m
 @pytest.mark.usefixtures("digits", "forked_programs")
 def test_a_game_day_passes_and_one_without_patience_does_not(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / "scripts")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     import game_day as script
 
     def game_day(*arguments):
@@ -186,5 +189,7 @@ def test_a_game_day_passes_and_one_without_patience_does_not(tmp_path, monkeypat
     assert [(row["lost"], row["doubled"], row["problem"]) for row in rows] == [(0, 0, "")] * 2
     assert all(row["message"] and row["steps"] > 0 for row in rows)
     with pytest.raises(SystemExit, match="not all faults were passed"):
-        game_day("--only", "a file is empty", "--patience", "0")
+        game_day("--only", "a file is empty", "--patience", "0", "--dir", str(tmp_path / "no patience"))
     assert "NOT PASSED: waited" in capsys.readouterr().out
+    listed = subprocess.run([forked_python(), script.__file__, "--list"], capture_output=True, text=True, check=True)
+    assert set(played) < set(listed.stdout.splitlines())

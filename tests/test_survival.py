@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import kill_soak
 from tests.forked_python import forked_python
-from tests.whole_runs import metrics, train_on
+from tests.whole_runs import ROOT, metrics, train_on
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("digits")]
 
@@ -58,7 +58,7 @@ def test_killed_ranks_and_jobs_leave_no_trace_in_what_is_learned(
     # One rank and a whole job are killed; `python -m benchmarks.kill_soak` does it 50 times.
     finish = kill_soak.finish
 
-    def finish_in_forks(*arguments: Any) -> None:  # what is not killed
+    def finish_in_forks(*arguments: Any) -> None:  # these starts are not killed
         with monkeypatch.context() as forked:
             forked.setattr(sys, "executable", forked_python())
             finish(*arguments)
@@ -66,5 +66,7 @@ def test_killed_ranks_and_jobs_leave_no_trace_in_what_is_learned(
     monkeypatch.setattr(kill_soak, "finish", finish_in_forks)
     options = ["--rounds=2", "--ranks=2", "--seed=51", f"--dir={tmp_path}"]
     monkeypatch.setattr(sys, "argv", [kill_soak.__file__, *options])
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     kill_soak.main()
     assert "survived 2 of 2 rounds" in capsys.readouterr().out

@@ -71,7 +71,8 @@ def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
     for place, inner in nodes.items():
         _check_call(place, inner, *((len(args), kwargs) if inner is node else (0, {})))
     try:
-        return without_checks(instantiate(node, *args, _convert_="all", **kwargs))
+        inner_built = {name: _with_partials(item) for name, item in node.items()} if _is_recursive(node) else node
+        return _without_checks(instantiate(inner_built, *args, _convert_="all", **kwargs))
     except InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, (ConfigError, Explained, PeerFailed)):
@@ -87,15 +88,32 @@ def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
         raise ConfigError(_failure(key, node, cause)) from cause
 
 
-def without_checks(built: Any) -> Any:
-    """What Hydra built; a function of ``_partial_`` as an ordinary ``functools.partial``.
+def _is_recursive(node: Mapping[str, Any]) -> bool:
+    return node.get("_recursive_") is not False
 
-    Hydra, which checks the target of every node when it builds it, would check each call of such a function again: that takes
-    over a millisecond, and a dataset or a decoder calls it for every sample.
+
+def _with_partials(value: Any) -> Any:
+    """A part of a node, in which the functions of ``_partial_: true`` are built, from the inside to the outside."""
+    if isinstance(value, list):
+        return [_with_partials(item) for item in value]
+    if not isinstance(value, dict) or not _is_recursive(value):
+        return value
+    value = {name: _with_partials(item) for name, item in value.items()}
+    is_partial = "_target_" in value and value.get("_partial_") is True
+    return _without_checks(instantiate(value, _convert_="all")) if is_partial else value
+
+
+def _without_checks(built: Any) -> Any:
+    """Returns what Hydra built. A function that Hydra made for ``_partial_: true`` becomes a plain ``functools.partial``.
+
+    Hydra checks the target of every node when it builds it. It would check each call of such a function again, which takes a
+    tenth of a millisecond or more, and a dataset or a decoder calls it for every sample.
     """
-    if isinstance(built, functools.partial) and type(built).__module__.startswith("hydra."):
-        return functools.partial(built.func, *built.args, **built.keywords)
-    return built
+    if not (isinstance(built, functools.partial) and type(built).__module__.startswith("hydra.")):
+        return built
+    plain = functools.partial(built.func, *built.args, **built.keywords)
+    plain.__dict__.update({name: value for name, value in vars(built).items() if not name.startswith("_hydra_")})
+    return plain
 
 
 def check_call(key: str, node: Any, **given: Any) -> None:

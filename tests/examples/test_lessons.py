@@ -127,6 +127,7 @@ def test_a_lesson_prints_draws_and_ends_with_three_sentences(name: str, tmp_path
     picture, *sentences = done.stdout.splitlines()[-4:]
     assert is_picture(Path(picture))
     assert list(tmp_path.iterdir()) == [Path(picture)]
+    assert Path(picture).name in NOTEBOOK.read_text()
     assert all(sentence.endswith(".") for sentence in sentences)
     if name == "underflow":
         assert re.search(r"2\^0 +100% +0%", done.stdout)
@@ -151,7 +152,7 @@ def test_a_lesson_prints_draws_and_ends_with_three_sentences(name: str, tmp_path
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("digits")
 def test_the_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
-    # The longest lesson runs above, with these options; here its picture is that of another one.
+    # The longest lesson was run above: here another picture takes the place of its own.
     longest, content = "{sys.executable} checkerboard.py --steps 60 --out {out}", NOTEBOOK.read_text()
     assert longest in content
     notebook = tmp_path / NOTEBOOK.name

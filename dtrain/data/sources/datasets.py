@@ -142,10 +142,6 @@ class Generated:
             raise ValueError(
                 f"Generated: got length {length} and function {function!r}, want a length of at least 1 and a function."
             )
-        if type(function).__module__.startswith("hydra."):  # it came from a config
-            from dtrain.config.instantiate import without_checks
-
-            function = without_checks(function)
         self._length = length
         self.function = function
         self.fresh = fresh
