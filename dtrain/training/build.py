@@ -95,7 +95,7 @@ def build_run(
         max_consecutive_skips: Replaces the config's limit.
 
     Returns:
-        The run, and warnings about the precision on this device.
+        The run, and warnings about the precision on this device, for this model.
 
     Raises:
         ConfigError: On every rank, if a part of the config is invalid.
@@ -131,6 +131,7 @@ def build_run(
         else:
             freeze(model, cfg.train.freeze)
         precision.wrap_keep_fp32(model)
+    warnings = [*warnings, *precision.slow_layers(model, world.device)]
     # After all changes to the model, and before DDP, which adds a prefix to parameter names.
     with as_config_error("train.ema_decay"):
         ema = build_ema(cfg, model)

@@ -147,6 +147,35 @@ def test_half_precision_on_a_cpu_without_kernels_is_a_warning(kernels: bool, mon
         assert all("\n" not in line and f"precision={name}" in line for line in warnings)
 
 
+@pytest.mark.parametrize(
+    ("keep", "frozen", "named"),
+    [
+        ((), (), "'0' and 1 other"),
+        (("0",), (), "'2.0'"),
+        ((), ("0",), "'2.0'"),
+        (("0", "2"), (), ""),
+        ((), ("0", "2.0"), ""),
+    ],
+)
+def test_convolutions_that_train_in_fp16_on_a_cpu_are_a_warning(
+    keep: tuple[str, ...], frozen: tuple[str, ...], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without any fp16 kernels there is a warning for all layers.
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: True)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 4), nn.Sequential(nn.Conv1d(4, 4, 1)))
+    for name in frozen:
+        model.get_submodule(name).requires_grad_(False)
+    fp16 = Precision("fp16", keep_fp32=keep)
+    fp16.wrap_keep_fp32(model)
+    warnings = fp16.slow_layers(model, torch.device("cpu"))
+    assert len(warnings) == bool(named)
+    assert all(named in line and "precision=bf16" in line for line in warnings)
+    assert fp16.slow_layers(model, torch.device("meta")) == []
+    assert Precision("bf16").slow_layers(model, torch.device("cpu")) == []
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: False)
+    assert fp16.slow_layers(model, torch.device("cpu")) == []
+
+
 class Tower(nn.Module):
     def __init__(self) -> None:
         super().__init__()
