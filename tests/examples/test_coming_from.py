@@ -109,10 +109,12 @@ def test_a_program_of_the_page_learns_the_digits(program: str, ranks: int, packa
             assert time.monotonic() < deadline, output.read_text()
             time.sleep(0.1)
         try:
-            code = process.wait(timeout=30)
+            code = process.wait(timeout=10 if ranks else 60)
         except subprocess.TimeoutExpired:
             # A loop with torch's DDP over gloo sometimes hangs when the interpreter is torn down, after it has printed its
             # result: see dtrain/distributed/process_group.py, which prevents this in dtrain's own commands.
+            process.terminate()  # torchrun then ends its ranks, which would outlive its SIGKILL
+            process.wait(timeout=60)
             code = 0 if ranks else None
     finally:
         process.kill()
