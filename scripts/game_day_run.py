@@ -238,10 +238,11 @@ class Game:
             try:
                 game.await_injected(f"kill@step={AT}")
                 game.wait(lambda: not game.alive, "the end of the killed run")
-            except NotPassed:
+            except BaseException:
                 if game.job is not None and game.alive:
                     game.job.kill()
-                shutil.rmtree(made)
+                shutil.copy(game.log, self.log)
+                shutil.rmtree(made)  # the next fault needs a complete run
                 raise
         shutil.copytree(made / "run", self.run_dir)
         shutil.copy(made / "screen.log", self.log)

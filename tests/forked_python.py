@@ -5,7 +5,7 @@ processes. The program has its own arguments, current folder, environment, impor
 code. Its process id and session differ from those of the process that was started, and its parent is a process that waits for
 it: what a program does when its parent ends has to be tested with the real interpreter. Other command lines than
 ``python -m MODULE ...``, ``python FILE ...`` and those of processes that multiprocessing spawns start the real interpreter,
-and so does a program without standard streams.
+and so does a program without standard streams. PYTHONDONTWRITEBYTECODE and PYTHONWARNINGS have no effect.
 
 * The path that ``forked_python`` gives is a script, the *client*. It hands its open files to the *server*, forwards signals,
   and ends as the program ends. ``sys.executable`` of the program is the client, so that the ranks of torchrun are forks, too.
@@ -122,6 +122,10 @@ def ask(address: str, executable: str) -> None:
         pid = int(answer.readline())
         for number in _FORWARDED:
             signal.signal(number, lambda number, frame: _forward(pid, number))
+        # A spawned process ends with its parent, but only a program that is a child of it would notice.
+        parents = [os.pidfd_open(os.getppid())] if is_spawned else []
+        if server not in select.select([server, *parents], [], [])[0]:
+            os._exit(1)
         code = int(answer.readline() or 1)
     if code < 0:
         if -code in _FORWARDED:
@@ -168,20 +172,22 @@ def _reap() -> bool:
 
 def _attend(connection: socket.socket) -> dict[str, Any]:
     """Forks the program, in which this returns, and tells the client how that ends."""
-    mounts, *files = socket.recv_fds(connection, 1, _MOST_FILES)[1]
-    request: dict[str, Any] = json.loads(connection.makefile().readline())
+    files = socket.recv_fds(connection, 1, _MOST_FILES)[1]
+    if not (line := connection.makefile().readline()):  # the client was killed
+        os._exit(0)
+    request: dict[str, Any] = json.loads(line)
     if (pid := os.fork()) == 0:
         os.setsid()
         connection.close()
         wanted = request["descriptors"]
         # Above all wanted numbers: a received file may have the number that another one needs.
-        mounts, *files = [_moved(file, 1 + max(wanted)) for file in (mounts, *files)]
+        mounts, *files = [_moved(file, 1 + max(wanted)) for file in files]
         for file, number in zip(files, wanted, strict=True):
             os.dup2(file, number)
             os.close(file)
         _enter(mounts)
         return request
-    for file in (mounts, *files):
+    for file in files:
         os.close(file)
     with suppress(OSError):  # the client was killed
         connection.sendall(f"{pid}\n".encode())

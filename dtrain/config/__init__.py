@@ -8,6 +8,7 @@ In reading order:
 * ``merge``: a preset or key that names a different class replaces the earlier node instead of being merged into it.
 * ``explain``: clear messages for the errors that Hydra raises.
 * ``instantiate``: builds objects from ``_target_`` nodes.
+* ``partials``: functions with ``_partial_: true`` are called without Hydra's check of each call.
 * ``directions``: whether a larger or a smaller value of a metric is better.
 * ``metrics``: the metrics of ``train.metrics``.
 """

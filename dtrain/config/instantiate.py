@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import functools
 import importlib
 import importlib.metadata
 import inspect
@@ -26,6 +25,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import get_object, instantiate
 from omegaconf import MISSING
 
+from dtrain.config.partials import plain_partial
 from dtrain.errors import ConfigError, Explained, PeerFailed, hide_secret, nearest, shortened
 from dtrain.extras import extra_of, install_command
 
@@ -71,8 +71,7 @@ def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
     for place, inner in nodes.items():
         _check_call(place, inner, *((len(args), kwargs) if inner is node else (0, {})))
     try:
-        inner_built = {name: _with_partials(item) for name, item in node.items()} if _is_recursive(node) else node
-        return _without_checks(instantiate(inner_built, *args, _convert_="all", **kwargs))
+        return plain_partial(instantiate(node, *args, _convert_="all", **kwargs))
     except InstantiationException as error:
         cause = error.__cause__
         if isinstance(cause, (ConfigError, Explained, PeerFailed)):
@@ -86,34 +85,6 @@ def by_target(key: str, node: Any, *args: Any, **kwargs: Any) -> Any:
             if re.sub(r"[\[\]]", "", place) in (named, f"{key}.{named}"):
                 raise ConfigError(_failure(place, inner, cause)) from cause
         raise ConfigError(_failure(key, node, cause)) from cause
-
-
-def _is_recursive(node: Mapping[str, Any]) -> bool:
-    return node.get("_recursive_") is not False
-
-
-def _with_partials(value: Any) -> Any:
-    """A part of a node, in which the functions of ``_partial_: true`` are built, from the inside to the outside."""
-    if isinstance(value, list):
-        return [_with_partials(item) for item in value]
-    if not isinstance(value, dict) or not _is_recursive(value):
-        return value
-    value = {name: _with_partials(item) for name, item in value.items()}
-    is_partial = "_target_" in value and value.get("_partial_") is True
-    return _without_checks(instantiate(value, _convert_="all")) if is_partial else value
-
-
-def _without_checks(built: Any) -> Any:
-    """Returns what Hydra built. A function that Hydra made for ``_partial_: true`` becomes a plain ``functools.partial``.
-
-    Hydra checks the target of every node when it builds it. It would check each call of such a function again, which takes a
-    tenth of a millisecond or more, and a dataset or a decoder calls it for every sample.
-    """
-    if not (isinstance(built, functools.partial) and type(built).__module__.startswith("hydra.")):
-        return built
-    plain = functools.partial(built.func, *built.args, **built.keywords)
-    plain.__dict__.update({name: value for name, value in vars(built).items() if not name.startswith("_hydra_")})
-    return plain
 
 
 def check_call(key: str, node: Any, **given: Any) -> None:

@@ -21,6 +21,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from dtrain.config.partials import plain_partial
 from dtrain.data.fields.crop import INTERPOLATIONS, Crop, kept_boxes
 from dtrain.data.fields.field import DataError
 from dtrain.data.fields.regions import REGIONS_KEY, Move, moved_regions, regions_of
@@ -61,7 +62,7 @@ class Compose:
                 raise ValueError(f"Compose: got step {step!r}, want a callable (sample, rng) -> sample.")
         # Flattened, so that a crop at the start of a nested Compose is found.
         self.steps: tuple[Augment, ...] = tuple(
-            inner for step in steps for inner in (step.steps if isinstance(step, Compose) else (step,))
+            inner for step in steps for inner in (step.steps if isinstance(step, Compose) else (plain_partial(step),))
         )
 
     def __call__(self, sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
@@ -311,7 +312,7 @@ class TorchvisionTransform:
             raise ValueError(
                 f"transform {transform!r}: want an object such as torchvision.transforms.v2.RandAugment()."
             )
-        self.transform = transform
+        self.transform = plain_partial(transform)
         self.field = field
         self.only_colours = only_colours
 

@@ -202,7 +202,7 @@ class RangeTest:
 
     Attributes:
         curve: Its losses.
-        warnings: About the precision on this device.
+        warnings: About the precision on this device, for this model.
         epochs: How often the training data was used.
     """
 

@@ -23,6 +23,7 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from dtrain.config.partials import plain_partial
 from dtrain.data.fields.crop import Crop
 from dtrain.data.fields.decode import decode_image, decode_mask, part_of, tokens_of
 from dtrain.data.fields.field import MEDIA, DataError, Field, SampleError
@@ -143,7 +144,7 @@ class Generated:
                 f"Generated: got length {length} and function {function!r}, want a length of at least 1 and a function."
             )
         self._length = length
-        self.function = function
+        self.function = plain_partial(function)
         self.fresh = fresh
         called = getattr(function, "func", function)  # of a functools.partial
         self.fingerprint = f"{getattr(called, '__qualname__', type(called).__qualname__)}, fresh={fresh}"
