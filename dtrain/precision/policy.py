@@ -179,7 +179,7 @@ class Precision:
         others = {1: "", 2: " and 1 other"}.get(len(slow), f" and {len(slow) - 1} others")
         return [
             f"precision=fp16: most CPUs have no fast fp16 kernel for the gradients of convolutions ({slow[0]!r}{others}). A "
-            "network that consists of them takes 30 to 130 times as long as in fp32. Set precision=bf16"
+            "network that consists of them takes 15 to 130 times as long as in fp32. Set precision=bf16"
         ]
 
     def _require_device(self, device_type: str) -> None:
