@@ -36,7 +36,7 @@ def test_every_experiment_composes_and_its_header_has_the_command(name: str, mon
 @pytest.mark.parametrize(
     ("precision", "epochs", "accuracy"),
     [
-        pytest.param("bf16", 12, 0.97, marks=pytest.mark.slow),
+        pytest.param("bf16", 5, 0.93, marks=pytest.mark.slow),
         # Most CPUs have no fast fp16 kernels: all 12 epochs take a minute or two.
         pytest.param("fp16", 2, 0.85, marks=pytest.mark.slow),
         pytest.param("fp16", 12, 0.97, marks=pytest.mark.soak),

@@ -41,6 +41,10 @@ ROLES = (
     *("mask", "boxes"),
 )
 
+_CONVOLUTIONS = (
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 _COMPUTE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -172,7 +176,7 @@ class Precision:
             if isinstance(module, _KeptInFp32):
                 kept.append(f"{name}.")
             trains = any(parameter.requires_grad for parameter in module.parameters())
-            if isinstance(module, nn.modules.conv._ConvNd) and trains and not f"{name}.".startswith(tuple(kept)):
+            if isinstance(module, _CONVOLUTIONS) and trains and not f"{name}.".startswith(tuple(kept)):
                 slow.append(name or type(module).__name__)
         if not slow:
             return []
