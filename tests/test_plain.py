@@ -13,7 +13,7 @@ from tests.whole_runs import metrics, train_on
 
 #: 200 steps of all are compared by `python -m benchmarks.plain.compare`; these take too long for a test, or, on some CPUs,
 #: round one loss differently, which grows from step 77 on.
-SHORTER = {"shakespeare_cpu": 40, "mnist1d_gru": 60, "mnist1d_mlp": 60, "mnist1d_conv": 60}
+SHORTER = {"shakespeare_cpu": 20, "mnist1d_gru": 60, "mnist1d_mlp": 60, "mnist1d_conv": 60}
 
 
 @pytest.mark.slow
