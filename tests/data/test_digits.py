@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import sys
 import tarfile
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from PIL import Image
 from dtrain.data import digits
 from tests.refusals import refused
 
-pytest.importorskip("sklearn")
+# Not importorskip: what it imports takes a second of every run of any tests.
+pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="needs scikit-learn: pip install scikit-learn")
 SHARDS = [*(f"train-{n:06d}.tar" for n in range(8)), *(f"test-{n:06d}.tar" for n in range(2))]
 
 

@@ -25,7 +25,6 @@ from tests.replay.replays import replay_on
 from tests.test_evaluate import evaluated, numbers
 from tests.whole_runs import ROOT, metrics, status, train_on, weights
 
-peft = pytest.importorskip("peft", reason="pip install peft: the example needs it")
 PRESETS = ROOT / "examples" / "lora" / "presets"
 SMALL = (
     *("model.model.width=16", "model.model.heads=2", "model.model.context=16", "model.peft_config.r=2"),
@@ -35,6 +34,12 @@ SMALL = (
 ADAPTER = re.compile(
     r"base_model\.model\.(blocks\.\d\.attention\.(qkv|out)\.lora_[AB]|head\.modules_to_save)\.default\.weight"
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _peft() -> None:
+    """Imports peft once, and not in every rank; only if these tests run, because it takes a second."""
+    pytest.importorskip("peft", reason="pip install peft: the example needs it")
 
 
 def train(ranks: int, run_dir: Path, text: Path, *overrides: str) -> None:
@@ -112,8 +117,10 @@ def test_the_adapter_alone_and_the_kept_model_give_the_same_outputs(
 
     seed_generators(torch.device("cpu"), 0)
     base = by_target("model", _config(run_dir)["model"]["model"])
+    from peft import PeftModel
+
     with torch.no_grad():
-        separate = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()(rows)
+        separate = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()(rows)
     assert torch.equal(separate, expected)
     assert torch.equal(artefact.load(tmp_path / "kept", None, trust=True).outputs(rows), expected)
 

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import yaml
-from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
 
 from dtrain.__main__ import main
 from dtrain.config.schema import TrackerConfig
@@ -16,6 +15,8 @@ DOCUMENT = Path(ROOT, "docs", "sweeps.md").read_text(encoding="utf-8")
 
 def agent_command(sweep, values):
     """The words that `wandb agent` runs for these values, by wandb's own code."""
+    from wandb.sdk.launch.sweeps.utils import create_sweep_command, create_sweep_command_args
+
     words = create_sweep_command(list(sweep["command"]))
     expanded = create_sweep_command_args({"args": {name: {"value": value} for name, value in values.items()}})
     command = []
