@@ -1,4 +1,7 @@
-"""Functions that a config gives with ``_partial_: true``. Imports nothing."""
+"""Functions that a config gives with ``_partial_: true``.
+
+Apart from ``instantiate``, which imports Hydra: the data layer uses this module, and works without Hydra.
+"""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from PIL import Image
 from dtrain.data import digits
 from tests.refusals import refused
 
-# Not importorskip: what it imports takes a second of every run of any tests.
+# importorskip would import scikit-learn whenever tests are collected, which takes most of a second.
 pytestmark = pytest.mark.skipif(find_spec("sklearn") is None, reason="needs scikit-learn: pip install scikit-learn")
 SHARDS = [*(f"train-{n:06d}.tar" for n in range(8)), *(f"test-{n:06d}.tar" for n in range(2))]
 
